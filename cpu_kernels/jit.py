@@ -1,0 +1,170 @@
+"""The one way to compile: ``@jit``, with a disk cache keyed by the content of every kernel source.
+
+Numba's own cache is keyed by the file of the outermost function, so an edited decoder in another file
+would keep running its old code. Here one folder stands for one state of all sources, package versions
+and CPU; a folder of another state is never read.
+"""
+
+import contextlib
+import functools
+import hashlib
+import os
+import pickle
+import platform
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+
+import llvmlite
+import numba
+from numba.core.caching import FunctionCache
+from numba.core.compiler import CompileResult
+from numba.core.dispatcher import Dispatcher
+from numba.core.registry import cpu_target
+from numba.core.serialize import dumps
+from numba.misc.appdirs import AppDirs
+
+_KEPT_FOLDERS = 4
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def jit(function=None, *, device: bool = False):
+    """Compile a kernel: no GIL, NumPy error model, strict floating point, cached on disk where possible.
+
+    ``device=True`` is for functions that only other kernels call: no Python entry point is built.
+    Functions of other packages (a test's, say) are compiled the same way but not cached on disk.
+    """
+    if function is None:
+        return functools.partial(jit, device=device)
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True} if device else {}
+    dispatcher = numba.njit(nogil=True, error_model="numpy", **options)(function)
+    # the key covers this package's sources only
+    if function.__module__.startswith(f"{__package__}."):
+        dispatcher._cache = _ContentCache(function)
+    return dispatcher
+
+
+def target_features() -> frozenset[str]:
+    """Names of the CPU features (LLVM spelling: "avx2", "f16c" …) that Numba compiles for."""
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return frozenset(name[1:] for name in features.split(",") if name.startswith("+"))
+
+
+def cache_folder() -> Path | None:
+    """The folder of the present sources, versions and CPU; None when nothing may be written there."""
+    root = Path(AppDirs("realizar_torch", appauthor=False).user_cache_dir, "kernels")
+    # without HOME and without a passwd entry, "~" stays unexpanded and the path would be relative
+    if not root.is_absolute():
+        return None
+    return _usable_folder(root / _SOURCES_AT_IMPORT)
+
+
+@functools.cache
+def _usable_folder(folder: Path) -> Path | None:
+    """``folder``, created if need be; None if it cannot be written or is another user's (it holds code)."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        if hasattr(os, "geteuid") and folder.stat().st_uid != os.geteuid():
+            return None
+        os.utime(folder)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        _prune(folder.parent)
+    return folder
+
+
+def _prune(root: Path) -> None:
+    """Delete all but the most recently used folders; a process that still uses one recompiles."""
+    folders = sorted(root.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    for folder in folders[_KEPT_FOLDERS:]:
+        with contextlib.suppress(OSError):
+            for file in folder.iterdir():
+                file.unlink(missing_ok=True)
+            folder.rmdir()
+
+
+def _source_key() -> str:
+    """Hash of every kernel source, formats.py, the versions of the compiler and the CPU it compiles for."""
+    state = hashlib.sha256()
+    package = files("realizar_torch")
+    sources = [package / "formats.py"]
+    sources += [path for path in files(__package__).iterdir() if path.name.endswith(".py")]
+    for path in sorted(sources, key=lambda path: path.name):
+        content = path.read_bytes()
+        state.update(f"{path.name} {len(content)}\n".encode() + content)
+    target = cpu_target.target_context.codegen().magic_tuple()
+    versions = (platform.python_version(), platform.python_implementation())
+    state.update(repr((numba.__version__, llvmlite.__version__, versions, target)).encode())
+    return state.hexdigest()[:32]
+
+
+# Taken before any kernel module is imported: a save is refused if the sources have changed since.
+_SOURCES_AT_IMPORT = _source_key()
+
+
+def _identity(function) -> tuple:
+    """What names a function besides its source: where it is defined and what its closure holds."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    held = [_identity(cell.py_func) if isinstance(cell, Dispatcher) else repr(cell) for cell in cells]
+    return (function.__module__, function.__qualname__, *held)
+
+
+class _ContentCache(FunctionCache):
+    """One file per function and signature: a SHA-256 digest, then Numba's pickled compile result.
+
+    Files are written under a temporary name and moved into place, so a reader sees all or nothing;
+    one that fails its digest is compiled again and replaced.
+    """
+
+    def __init__(self, function):
+        self._function = function
+        self._enabled = True
+
+    @property
+    def cache_path(self) -> str:
+        return str(cache_folder() or "")
+
+    def flush(self) -> None:
+        """Nothing to flush: a file is never stale."""
+
+    def _load_overload(self, signature, target_context):
+        folder = cache_folder()
+        if folder is None:
+            return None
+        try:
+            data = self._file(folder, signature).read_bytes()
+            digest, payload = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+            if hashlib.sha256(payload).digest() != digest:
+                return None
+        except OSError:
+            return None
+        return CompileResult._rebuild(target_context, *pickle.loads(payload))
+
+    def _save_overload(self, signature, result: CompileResult) -> None:
+        folder = cache_folder()
+        if folder is None or _source_key() != _SOURCES_AT_IMPORT:
+            return
+        payload = dumps(result._reduce())
+        with contextlib.suppress(OSError):
+            _write_whole(self._file(folder, signature), hashlib.sha256(payload).digest() + payload)
+
+    def _file(self, folder: Path, signature) -> Path:
+        name = hashlib.sha256(repr((_identity(self._function), signature)).encode()).hexdigest()[:24]
+        return folder / f"{self._function.__name__}-{name}.bin"
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Write a file that other processes see complete or not at all."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        temporary = Path(file.name)
+        try:
+            file.write(data)
+            file.flush()
+            file.close()
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
