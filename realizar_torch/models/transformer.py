@@ -1,0 +1,148 @@
+"""Transformer: one decoder-only model for every architecture row."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from realizar_torch.errors import FormatError
+from realizar_torch.models.config import ModelConfig
+from realizar_torch.nn.attention import Attention, AttentionInputs, attention_mask
+from realizar_torch.nn.kv_cache import KVCache
+from realizar_torch.nn.mlp import GatedMLP
+from realizar_torch.nn.norm import RMSNorm
+from realizar_torch.nn.rope import RotaryEmbedding
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """logits: fp32 [B, T, vocab_size], or the last ``logits_to_keep`` positions of it."""
+
+    logits: Tensor
+
+
+class Block(nn.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); with post-norms where the architecture has them."""
+
+    def __init__(
+        self,
+        attn_norm: RMSNorm,
+        self_attn: Attention,
+        mlp_norm: RMSNorm,
+        mlp: GatedMLP,
+        post_attn_norm: RMSNorm | None = None,
+        post_mlp_norm: RMSNorm | None = None,
+    ):
+        super().__init__()
+        self.attn_norm, self.self_attn, self.post_attn_norm = attn_norm, self_attn, post_attn_norm
+        self.mlp_norm, self.mlp, self.post_mlp_norm = mlp_norm, mlp, post_mlp_norm
+
+    def forward(self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None, layer: int) -> Tensor:
+        y = self.self_attn(self.attn_norm(x), inputs, cache, layer)
+        x = x + (y if self.post_attn_norm is None else self.post_attn_norm(y))
+        y = self.mlp(self.mlp_norm(x))
+        return x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
+
+
+class Transformer(nn.Module):
+    """Embedding, blocks, final norm, output head. Built by ``models.loading``, which supplies the modules."""
+
+    def __init__(
+        self, config: ModelConfig, embed_tokens: nn.Module, layers: list[Block], norm: RMSNorm, lm_head: nn.Module,
+        rope_divisors: tuple[float, ...] | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        self.embed_tokens, self.layers, self.norm, self.lm_head = embed_tokens, nn.ModuleList(layers), norm, lm_head
+        self.rope = RotaryEmbedding(
+            config.head_dim, config.rope_theta, factor=config.rope_factor, divisors=rope_divisors
+        )
+        local_theta = config.arch.local_rope_theta
+        self.local_rope = None if local_theta is None else RotaryEmbedding(config.head_dim, local_theta)
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of activations and norms; packed weights stay uint8."""
+        return self.norm.weight.dtype
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+        logits_to_keep: int = 0,
+    ) -> ModelOutput:
+        """input_ids int [B, T] -> logits. With a cache the tokens follow the cached ones and are appended to it.
+
+        attention_mask [B, T] (only with an empty cache): 1 for tokens, 0 for padding, padding on the left.
+        logits_to_keep n > 0 computes the head for the last n positions only.
+        """
+        batch, count = self._check_ids(input_ids)
+        past = 0 if cache is None else cache.length
+        starts = self._starts(attention_mask, input_ids, cache)
+        if cache is not None:
+            cache.require(count)
+
+        inputs = self._attention_inputs(starts, batch, past, count)
+        x = self.embed_tokens(input_ids)
+        if self.config.embedding_scale != 1.0:
+            x = x * self.config.embedding_scale
+        for index, layer in enumerate(self.layers):
+            x = layer(x, inputs[self.config.is_sliding(index)], cache, index)
+        if cache is not None:
+            cache.advance(count)
+        return ModelOutput(self.lm_head(self.norm(x[:, -logits_to_keep:])).float())
+
+    def _check_ids(self, input_ids: Tensor) -> tuple[int, int]:
+        if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32) or 0 in input_ids.shape:
+            raise FormatError(
+                f"input_ids are {input_ids.dtype} {list(input_ids.shape)}, expected int64 or int32 [batch, tokens], not empty"
+            )
+        if input_ids.device != self.device:
+            raise FormatError(f"input_ids are on {input_ids.device}, the model is on {self.device}; move one of them")
+        return input_ids.shape[0], input_ids.shape[1]
+
+    def _starts(self, mask: Tensor | None, input_ids: Tensor, cache: KVCache | None) -> Tensor | None:
+        """First real position of each row (int64 [B]), or None where no row is padded."""
+        if cache is not None and cache.length > 0:
+            if mask is not None:
+                raise FormatError("attention_mask belongs to the first tokens of a cache; it is already filled")
+            return cache.starts if cache.padded else None
+        starts = None if mask is None else left_padding(mask, input_ids)
+        if cache is not None:
+            cache.set_starts(starts)
+        return starts
+
+    def _attention_inputs(self, starts: Tensor | None, batch: int, past: int, count: int) -> tuple[AttentionInputs, ...]:
+        """Inputs of global layers and of sliding layers, indexed by ``config.is_sliding(layer)``."""
+        positions = torch.arange(past, past + count, device=self.device)[None]
+        if starts is not None:
+            positions = (positions - starts[:, None]).clamp_min(0)
+        cos_sin = self.rope(positions)
+        everywhere = AttentionInputs(*cos_sin, attention_mask(starts, past, count, None, self.device))
+        if self.config.sliding_window is None:
+            return (everywhere,)
+        if self.local_rope is not None:
+            cos_sin = self.local_rope(positions)
+        window = self.config.sliding_window
+        return everywhere, AttentionInputs(*cos_sin, attention_mask(starts, past, count, window, self.device))
+
+
+def left_padding(mask: Tensor, input_ids: Tensor) -> Tensor | None:
+    """Number of padding positions at the left of each row (int64 [B]); None where there are none.
+
+    FormatError for a mask of another shape, with holes, with padding on the right or without any token.
+    """
+    if mask.shape != input_ids.shape:
+        raise FormatError(f"attention_mask is {list(mask.shape)}, input_ids are {list(input_ids.shape)}; they must agree")
+    real = mask.to(device=input_ids.device, dtype=torch.bool)
+    starts = real.shape[1] - real.sum(dim=1)
+    expected = torch.arange(real.shape[1], device=real.device) >= starts[:, None]
+    if not torch.equal(real, expected) or bool((starts == real.shape[1]).any()):
+        raise FormatError("attention_mask must be zeros, then ones in every row (left padding), with at least one 1")
+    return starts if bool(starts.any()) else None

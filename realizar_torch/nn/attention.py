@@ -1,0 +1,99 @@
+"""Causal self-attention with grouped key/value heads, over a KVCache or over the given tokens alone."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from realizar_torch.nn.kv_cache import KVCache
+from realizar_torch.nn.projection import project
+from realizar_torch.nn.norm import RMSNorm
+from realizar_torch.nn.rope import rotate
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What all layers of one kind (global or sliding) share in one forward pass.
+
+    ``cos``/``sin``: fp32 [B, 1, T, head_dim/2]. ``mask``: bool [B, 1, T, S], True where a query may look;
+    None means plainly causal for T > 1 and everything for T = 1.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None
+
+
+class Attention(nn.Module):
+    """Projections, optional per-head RMSNorm, rotary embedding, scaled dot product, output projection.
+
+    The projections are given by the caller (packed or dense); ``q_norm``/``k_norm`` may be None.
+    """
+
+    def __init__(
+        self,
+        q_proj: nn.Module,
+        k_proj: nn.Module,
+        v_proj: nn.Module,
+        o_proj: nn.Module,
+        *,
+        head_dim: int,
+        scale: float,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = q_proj, k_proj, v_proj, o_proj
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self.head_dim, self.scale = head_dim, scale
+
+    def forward(self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None = None, layer: int = 0) -> Tensor:
+        """x [B, T, hidden] -> [B, T, hidden]; with a cache the new keys and values are appended to ``layer``."""
+        batch, count, _ = x.shape
+        q, k, v = (
+            y.view(batch, count, -1, self.head_dim).transpose(1, 2)
+            for y in project(x, (self.q_proj, self.k_proj, self.v_proj))
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, inputs.cos, inputs.sin), rotate(k, inputs.cos, inputs.sin)
+        if cache is not None:
+            k, v = cache.append(layer, k, v)
+        y = attend(q, k.to(q.dtype), v.to(q.dtype), inputs.mask, self.scale)
+        return self.o_proj(y.transpose(1, 2).reshape(batch, count, -1))
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, scale={self.scale:.6g}"
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """softmax(scale·q·kᵀ)·v for q [B, H, T, D] and k, v [B, KV, S, D] where KV divides H."""
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        # Expanding the heads keeps the fused kernels; enable_gqa falls back to materialised scores.
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    causal = mask is None and q.shape[2] > 1
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+
+
+def attention_mask(
+    starts: Tensor | None, past: int, count: int, window: int | None, device: torch.device
+) -> Tensor | None:
+    """Mask for ``count`` queries behind ``past`` cached positions.
+
+    starts: int64 [B], first real position of each left-padded row, or None without padding. A padding query
+    sees itself, so that its softmax is defined. None where SDPA's own causal rule says the same.
+    """
+    total = past + count
+    if starts is None and (past == 0 or count == 1) and (window is None or total <= window):
+        return None
+    key = torch.arange(total, device=device)
+    query = torch.arange(past, total, device=device)[:, None]
+    mask = key <= query
+    if window is not None:
+        mask &= key > query - window
+    if starts is None:
+        return mask[None, None]
+    visible = mask & (key >= starts[:, None, None])
+    return (visible | (key == query))[:, None]

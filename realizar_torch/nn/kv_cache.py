@@ -1,0 +1,109 @@
+"""KVCache: keys and values of every position seen so far, in two static allocations."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from realizar_torch.errors import CacheFullError, FormatError
+
+
+class CacheShape(Protocol):
+    """What a cache needs to know of a model (ModelConfig has it)."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+class KVCache:
+    """Keys and values, each one tensor [layers, batch, kv_heads, max_seq_len, head_dim].
+
+    ``append`` writes behind ``length`` and returns everything up to and including the new rows, so a row is
+    visible as soon as it is written; ``advance`` moves ``length`` once all layers have appended.
+    ``starts`` (int64 [batch], on the device) is the first position of each row that is not left padding.
+    """
+
+    def __init__(
+        self,
+        config: CacheShape,
+        batch_size: int,
+        max_seq_len: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ):
+        if batch_size < 1 or max_seq_len < 1:
+            raise FormatError(f"a cache of batch {batch_size} and length {max_seq_len}: both must be at least 1")
+        shape = (config.num_layers, batch_size, config.num_kv_heads, max_seq_len, config.head_dim)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.starts = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.batch_size, self.max_seq_len = batch_size, max_seq_len
+        self._length, self._padded = 0, False
+
+    @property
+    def length(self) -> int:
+        """Positions every layer holds."""
+        return self._length
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def padded(self) -> bool:
+        """True if some row begins with padding."""
+        return self._padded
+
+    def set_starts(self, starts: Tensor | None) -> None:
+        """First real position of each row (int64 [batch]); None: no row is padded."""
+        self._padded = starts is not None
+        if starts is None:
+            self.starts.zero_()
+        else:
+            self.starts.copy_(starts)
+
+    def require(self, positions: int) -> None:
+        """CacheFullError unless ``positions`` more fit."""
+        if self._length + positions > self.max_seq_len:
+            raise CacheFullError(
+                f"{self._length} positions are cached and {positions} more are asked for, but the cache holds "
+                f"{self.max_seq_len}; load the model with a larger max_seq_len or shorten the prompt"
+            )
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes [batch, kv_heads, T, head_dim] of ``layer`` behind ``length``; returns views of all rows so far."""
+        if not 0 <= layer < self.keys.shape[0]:
+            raise FormatError(f"layer {layer} is outside the cache of {self.keys.shape[0]} layers")
+        count = key.shape[2]
+        expected = (self.batch_size, self.keys.shape[2], count, self.keys.shape[4])
+        if key.shape != expected or value.shape != expected:
+            raise FormatError(f"keys {tuple(key.shape)} and values {tuple(value.shape)} do not fit a cache of {expected}")
+        self.require(count)
+        end = self._length + count
+        self.keys[layer, :, :, self._length : end] = key
+        self.values[layer, :, :, self._length : end] = value
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+    def advance(self, positions: int) -> None:
+        """Counts ``positions`` rows, appended to every layer, as cached."""
+        self.require(positions)
+        self._length += positions
+
+    def rollback(self, length: int) -> None:
+        """Forgets every position from ``length`` on."""
+        if not 0 <= length <= self._length:
+            raise FormatError(f"cannot roll back to {length}: {self._length} positions are cached")
+        self._length = length
+
+    def reset(self, zero: bool = False) -> None:
+        """Empties the cache without moving it; ``zero`` also clears the memory."""
+        self._length = 0
+        self.set_starts(None)
+        if zero:
+            self.keys.zero_()
+            self.values.zero_()
