@@ -1,0 +1,74 @@
+"""Shared by every test: poisoned uninitialised memory, fixed random numbers, real model files."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # read when triton is imported, so it has to be set before any test does
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from real_models import GEMMA3, SMOLLM2, RealModel, UnobtainableError, obtain
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_random_numbers() -> None:
+    torch.manual_seed(20)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Uninitialised memory of realizar_torch holds NaN (integers: all bits set), so a missed write shows."""
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+    ):
+        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+    yield
+
+
+def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def allocate_and_poison(*args: object, **kwargs: object) -> torch.Tensor:
+        tensor = allocate(*args, **kwargs)
+        if torch.compiler.is_compiling() or tensor.is_meta:
+            return tensor
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("realizar_torch"):
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+            elif tensor.dtype != torch.bool:
+                tensor.fill_(-1 if tensor.dtype.is_signed else torch.iinfo(tensor.dtype).max)
+        return tensor
+
+    return allocate_and_poison
+
+
+def _path_or_skip(model: RealModel) -> Path:
+    try:
+        return obtain(model)
+    except (UnobtainableError, OSError) as error:
+        pytest.skip(f"real model {model.filename} not available: {error}")
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct, Q4_1 (Apache-2.0)."""
+    return _path_or_skip(SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def gemma3_path() -> Path:
+    """gemma-3-270m, Q4_K_M (Gemma terms; used by tests only)."""
+    return _path_or_skip(GEMMA3)
