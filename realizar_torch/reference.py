@@ -49,7 +49,7 @@ def dequantize(
         raise FormatError(f"blocks are {blocks.dtype}, expected torch.uint8 rows of {fmt.name} blocks")
     if blocks.ndim == 0 or blocks.shape[-1] % fmt.block_bytes:
         raise FormatError(
-            f"rows of shape {tuple(blocks.shape)} do not hold whole {fmt.name} blocks of {fmt.block_bytes} bytes"
+            f"shape {tuple(blocks.shape)} does not end in whole {fmt.name} blocks of {fmt.block_bytes} bytes"
         )
     stored = blocks.shape[-1] // fmt.block_bytes * fmt.block_size
     columns = stored if in_features is None else in_features
@@ -72,7 +72,7 @@ def linear(
     in_features: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x @ decode(weight).T + bias`` in float64 when ``x`` is float64, else in float32; returns ``x.dtype``."""
+    """``x @ decode(weight).T + bias``, in float64 for float64 ``x``, else in float32; gives ``x.dtype``."""
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = x.to(compute) @ dequantize(weight, fmt, in_features, compute).T
     if bias is not None:
@@ -85,8 +85,8 @@ def quantize_activations(
 ) -> QuantizedActivations:
     """Quantize ``x [..., K]`` for weights of ``fmt``; the result is on ``device`` (default: where ``x`` is).
 
-    Per block of 32, all in float32: ``scale = max|x| / 127``, ``q = round_half_even(x * (1 / scale))`` clamped to
-    ±127. A block whose ``1 / scale`` is not finite (all zeros, or below 4e-37) becomes zeros;
+    Per block of 32, all in float32: ``scale = max|x| / 127``, ``q = round_half_even(x * (1 / scale))``
+    clamped to ±127. A block whose ``1 / scale`` is not finite (all zeros, or below 4e-37) becomes zeros;
     a block that holds NaN or infinity gets a NaN scale, so that the product is NaN.
     """
     fmt = _resolve(fmt)

@@ -1,4 +1,4 @@
-"""The registry of cases that tests and bench share: formats, odd shapes, random and probe blocks, tolerance."""
+"""The cases that tests and bench share: formats, odd shapes, random and probe blocks, tolerances."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,8 +65,8 @@ def random_activations(*shape: int, dtype: torch.dtype = torch.float32, seed: in
 def float_tolerance(x: torch.Tensor, decoded: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Largest error of a float path against float64: ``c * sum|w x|`` per output, ``c`` by the output dtype.
 
-    ``x [..., K]``, ``decoded [N, K]`` → float64 ``[..., N]``. For fp32, c = 4e-6 is about sqrt(K)
-    roundings of the partial sums; for fp16 and bf16, one rounding of the output (2^-11, 2^-8) with a factor 2 to spare.
+    ``x [..., K]``, ``decoded [N, K]`` → float64 ``[..., N]``. For fp32, c = 4e-6 is about sqrt(K) roundings of
+    the partial sums; for fp16 and bf16, one rounding of the output (2^-11, 2^-8) and a factor 2.
     """
     return _RELATIVE_ERROR[dtype or x.dtype] * (x.double().abs() @ decoded.double().abs().T)
 
@@ -256,7 +256,7 @@ assert set(PROBES) == set(PACKED) <= set(FORMATS)
 
 
 def scaled_probe_rows(fmt: str, rows: int) -> torch.Tensor:
-    """Probe rows with fp16 fields multiplied by ``i % 7 + 1``: row i's product is that multiple of ``dot``."""
+    """Probe rows with fp16 fields times ``i % 7 + 1``: row i's product is that multiple of ``dot``."""
     spec = get_packed_format(fmt)
     blocks = PROBES[fmt].rows(rows).numpy()
     for field in spec.fields:

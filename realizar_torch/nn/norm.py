@@ -1,0 +1,69 @@
+"""Dense RMSNorm and LayerNorm with float32 statistics: fp16 rows whose squares overflow come out right."""
+
+import torch
+from torch import nn
+
+from realizar_torch.errors import FormatError
+from realizar_torch.ops.normalization import normalize
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension; the output has the input's dtype.
+
+    ``zero_centered``: the stored weight is the scale minus one (Gemma checkpoints in safetensors; GGUF files
+    already hold the scale). Key: ``weight [features]``.
+    """
+
+    normalization = "rmsnorm"
+
+    def __init__(
+        self,
+        features: int,
+        eps: float = 1e-6,
+        *,
+        zero_centered: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if features < 1:
+            raise FormatError(f"a norm of {features} features; expected at least 1")
+        self.features = features
+        self.eps = eps
+        self.zero_centered = zero_centered
+        start = torch.zeros if zero_centered else torch.ones
+        self.weight = nn.Parameter(start(features, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [..., features]`` → the same shape and dtype."""
+        if x.ndim == 0 or x.shape[-1] != self.features:
+            raise FormatError(f"input of shape {tuple(x.shape)}, expected last dimension {self.features}")
+        weight = self.weight + 1 if self.zero_centered else self.weight
+        return normalize(x, weight, self.bias, self.normalization, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.features}, eps={self.eps}" + (", zero_centered=True" if self.zero_centered else "")
+
+
+class LayerNorm(RMSNorm):
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension; as RMSNorm otherwise.
+
+    Keys: ``weight [features]`` and, unless ``bias=False``, ``bias [features]``.
+    """
+
+    normalization = "layernorm"
+
+    def __init__(
+        self,
+        features: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        zero_centered: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(features, eps, zero_centered=zero_centered, device=device, dtype=dtype)
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(features, device=device, dtype=dtype))
