@@ -11,8 +11,8 @@ The layout follows the GGUF specification (ggml, docs/gguf.md) and shares no cod
 Metadata values are Python values: ``bool``, ``int`` (u32, else the smallest of i32, u64, i64 that holds it),
 ``float`` (f32), ``str``, and lists of one of them (int lists are i32, else i64). ``Typed("u16", 3)`` and
 ``Typed("f64", [1.0])`` choose the type by hand; an empty list needs that.
-A tensor is ``(format name or ggml type number, shape, bytes)``, with the shape in torch order (rows first). Bytes
-are written as they are: nothing checks that they fit the shape, so that broken files can be written as well.
+A tensor is ``(format name or ggml type number, shape, bytes)``, with the shape in torch order (rows first).
+Bytes are written as they are: nothing checks that they fit the shape, so broken files can be written as well.
 """
 
 import struct
@@ -79,7 +79,7 @@ def write_split_gguf(
     *,
     alignment: int = 32,
 ) -> list[Path]:
-    """Write ``len(counts)`` shards, the i-th with ``counts[i]`` tensors, named and keyed as llama.cpp does it."""
+    """Write ``len(counts)`` shards, the i-th with ``counts[i]`` tensors, named and keyed as by llama.cpp."""
     if sum(counts) != len(tensors):
         raise ValueError(f"counts {counts} do not add up to {len(tensors)} tensors")
     remaining = list(tensors.items())
