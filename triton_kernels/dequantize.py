@@ -1,0 +1,104 @@
+"""Packed rows, or rows picked by id, to floats: bit-equal to gguf's decoder in fp32."""
+
+import torch
+import triton
+import triton.language as tl
+
+from realizar_torch.errors import FormatError
+from realizar_torch.triton_kernels.decode import (
+    block_size,
+    decode_unit,
+    group_of,
+    has_minimum,
+    planes,
+    units,
+    word_weights,
+)
+from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, PackedRows, on_device, packed_rows, same_device
+from realizar_torch.triton_kernels.primitives import split_words
+
+
+@triton.jit
+def _decode_rows_kernel(
+    weight, row_stride, n_rows, blocks, ids, out, in_features,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, CB: tl.constexpr, HAS_IDS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j): blocks j*CB … of row i (or of row ids[i]) → ``out[i]``, w = scale * (q - zero) - minimum.
+
+    An id outside 0 … n_rows-1 gives a row of NaN: the id is on the device, so no error can be raised without a sync.
+    """
+    i = tl.program_id(0).to(tl.int64)
+    source = i
+    known = True
+    if HAS_IDS:
+        source = tl.load(ids + i).to(tl.int64)
+        known = (source >= 0) & (source < n_rows)
+        source = tl.where(known, source, 0)
+    block = tl.reshape(tl.program_id(1) * CB + tl.arange(0, CB), [1, CB, 1])
+    unit = tl.reshape(tl.arange(0, units(FMT)), [1, 1, units(FMT)])
+    row = weight + source * tl.multiple_of(row_stride, ALIGN)
+    words, scales, minimums = decode_unit(row, block, unit, blocks, block < blocks, FMT, PLANAR, ALIGN)
+    for p in tl.static_range(planes(FMT)):
+        four = split_words(words[p])
+        first = block * block_size(FMT) + 16 * group_of(unit, p, FMT)
+        for k in tl.static_range(4):
+            if has_minimum(FMT):
+                weights = word_weights(four[k], scales[p], minimums[p], FMT)
+            else:
+                weights = word_weights(four[k], scales[p], scales[p], FMT)
+            if HAS_IDS:
+                weights = tl.where(known, weights, float("nan"))
+            column = tl.expand_dims(first + 4 * k, -1) + tl.arange(0, 4)
+            target = out + i * in_features + column
+            tl.store(target, weights.to(out.dtype.element_ty), mask=column < in_features)
+
+
+def dequantize(
+    weight: torch.Tensor,
+    fmt: str,
+    in_features: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    layout: str = "ggml",
+) -> torch.Tensor:
+    """weight uint8 ``[rows, row_bytes]`` → ``[rows, in_features]`` in ``dtype`` (fp32, fp16 or bf16)."""
+    packed = packed_rows(weight, fmt, in_features, layout)
+    return _decode(packed, None, packed.rows, dtype)
+
+
+def embedding(
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    fmt: str,
+    embedding_dim: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    layout: str = "ggml",
+) -> torch.Tensor:
+    """Rows ``ids`` (int32 or int64, any shape) of a packed table → ``[*ids.shape, embedding_dim]``.
+
+    Ids outside the table give rows of NaN.
+    """
+    packed = packed_rows(weight, fmt, embedding_dim, layout)
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise FormatError(f"ids are {ids.dtype}; expected int32 or int64")
+    same_device(ids, weight)
+    flat = ids.reshape(-1).contiguous()
+    return _decode(packed, flat, flat.numel(), dtype).view(*ids.shape, embedding_dim)
+
+
+def _decode(packed: PackedRows, ids: torch.Tensor | None, count: int, dtype: torch.dtype) -> torch.Tensor:
+    if dtype not in FLOAT_DTYPES:
+        raise FormatError(f"cannot decode to {dtype}; expected float32, float16 or bfloat16")
+    out = torch.empty(count, packed.in_features, dtype=dtype, device=packed.data.device)
+    if out.numel() == 0:
+        return out
+    fmt = packed.fmt.name
+    step = min(triton.next_power_of_2(packed.blocks), 64 // units(fmt))
+    with on_device(packed.data.device):
+        _decode_rows_kernel[(count, triton.cdiv(packed.blocks, step))](
+            packed.data, packed.stride, packed.rows, packed.blocks, ids, out, packed.in_features,
+            FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, CB=step, HAS_IDS=ids is not None,
+            num_warps=2, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,181 @@
+"""Packed weight times up to eight activation vectors: y = x·Wᵀ (+ bias) (+ residual), float or int8 activations."""
+
+import torch
+import triton
+import triton.language as tl
+
+from realizar_torch.errors import FormatError
+from realizar_torch.triton_kernels.configs import Launch, choose
+from realizar_torch.triton_kernels.launch import (
+    FLOAT_DTYPES,
+    MAX_ROWS,
+    float_rows_of,
+    on_device,
+    packed_rows,
+    same_device,
+    vector,
+)
+from realizar_torch.triton_kernels.row_sums import float_rows, int8_rows
+
+
+@triton.jit
+def store_rows(
+    sums, rows, n_rows, out, out_stride, bias, residual,
+    M: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """out[m, rows] = sums[m] + bias[rows] + residual[m, rows]; out and residual share their row stride."""
+    inside = rows < n_rows
+    for m in tl.static_range(M):
+        value = sums[m]
+        if HAS_BIAS:
+            value = value + tl.load(bias + rows, mask=inside).to(tl.float32)
+        at = m * out_stride + rows
+        if HAS_RESIDUAL:
+            value = value + tl.load(residual + at, mask=inside).to(tl.float32)
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _int8_kernel(
+    weight, row_stride, n_rows, blocks, xq, xscale, xsums, out, out_stride, bias, residual,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
+    WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """One program: BN weight rows × M int8 vectors (bytes: see decode.py and row_sums.int8_step)."""
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    sums = int8_rows(
+        weight, row_stride, rows, n_rows, blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, BN, CB, WHOLE
+    )
+    store_rows(sums, rows, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)
+
+
+@triton.jit
+def _float_kernel(
+    weight, row_stride, n_rows, blocks, x, in_features, out, out_stride, bias, residual,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
+    WHOLE: tl.constexpr, RAGGED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """One program: BN weight rows × M float vectors ``x [M, in_features]``, exact weights, fp32 accumulation."""
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    sums = float_rows(
+        weight, row_stride, rows, n_rows, blocks, x, in_features, FMT, PLANAR, ALIGN, M, BN, CB, WHOLE, RAGGED
+    )
+    store_rows(sums, rows, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)
+
+
+def matvec(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    fmt: str,
+    in_features: int,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    layout: str = "ggml",
+    launch: Launch | None = None,
+) -> torch.Tensor:
+    """y = x·Wᵀ + bias + residual with exact weights and fp32 accumulation.
+
+    x ``[..., in_features]`` fp32, fp16 or bf16 with at most eight rows; weight uint8 ``[rows, row_bytes]``; residual of
+    the output's shape. Returns ``[..., rows]`` in x's dtype. FormatError on anything else.
+    """
+    packed = packed_rows(weight, fmt, in_features, layout)
+    flat = float_rows_of(x, in_features)
+    device = same_device(x, weight, bias, residual, out)
+    result = _output(out, (*x.shape[:-1], packed.rows), x.dtype, device)
+    if result.numel() == 0:
+        return result
+    bias = vector(bias, packed.rows, "bias")
+    residual = _residual(residual, result)
+    shape = launch or choose(fmt, packed.rows, in_features, flat.shape[0], "float")
+    with on_device(device):
+        _float_kernel[(triton.cdiv(packed.rows, shape.rows),)](
+            packed.data, packed.stride, packed.rows, packed.blocks, flat, in_features, result, packed.rows, bias, residual,
+            FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, M=flat.shape[0], BN=shape.rows, CB=shape.blocks,
+            WHOLE=packed.blocks % shape.blocks == 0, RAGGED=in_features % packed.fmt.block_size != 0,
+            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+            num_warps=shape.warps, enable_fp_fusion=True,
+        )  # fmt: skip
+    return result
+
+
+def matvec_int8(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    sums: torch.Tensor,
+    weight: torch.Tensor,
+    fmt: str,
+    in_features: int,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    layout: str = "ggml",
+    launch: Launch | None = None,
+) -> torch.Tensor:
+    """y = x̂·Wᵀ + bias + residual where x̂ = q·scale are activations quantized by ``quantize.quantize_activations``.
+
+    q int8 ``[M, K]`` (K: in_features in whole blocks of fmt), scale fp32 ``[M, K/32]``, sums fp32 ``[M, K/16]``, M ≤ 8.
+    Returns ``[M, rows]`` in ``out_dtype`` (or ``out``'s, or the residual's dtype when one is given).
+    """
+    packed = packed_rows(weight, fmt, in_features, layout)
+    check_int8(q, scale, sums, packed.blocks * packed.fmt.block_size)
+    device = same_device(q, scale, sums, weight, bias, residual, out)
+    dtype = residual.dtype if residual is not None else out_dtype
+    result = _output(out, (q.shape[0], packed.rows), dtype, device)
+    if result.numel() == 0:
+        return result
+    bias = vector(bias, packed.rows, "bias")
+    residual = _residual(residual, result)
+    shape = launch or choose(fmt, packed.rows, in_features, q.shape[0], "int8")
+    with on_device(device):
+        _int8_kernel[(triton.cdiv(packed.rows, shape.rows),)](
+            packed.data, packed.stride, packed.rows, packed.blocks, q.view(torch.int32), scale, sums, result, packed.rows,
+            bias, residual,
+            FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, M=q.shape[0], BN=shape.rows, CB=shape.blocks,
+            WHOLE=packed.blocks % shape.blocks == 0, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+            num_warps=shape.warps, enable_fp_fusion=True,
+        )  # fmt: skip
+    return result
+
+
+def check_int8(q: torch.Tensor, scale: torch.Tensor, sums: torch.Tensor, width: int) -> None:
+    """FormatError unless q, scale and sums are contiguous int8 ``[M ≤ 8, width]`` and fp32 per 32 and per 16."""
+    rows = q.shape[0] if q.dim() == 2 else -1
+    right = (
+        0 <= rows <= MAX_ROWS
+        and (q.dtype, scale.dtype, sums.dtype) == (torch.int8, torch.float32, torch.float32)
+        and (tuple(q.shape), tuple(scale.shape), tuple(sums.shape))
+        == ((rows, width), (rows, width // 32), (rows, width // 16))
+        and q.is_contiguous()
+        and scale.is_contiguous()
+        and sums.is_contiguous()
+        and q.data_ptr() % 16 == 0
+    )
+    if not right:
+        raise FormatError(
+            f"int8 activations are {q.dtype} {tuple(q.shape)}, {scale.dtype} {tuple(scale.shape)}, {sums.dtype} "
+            f"{tuple(sums.shape)}; expected contiguous int8 (M <= {MAX_ROWS}, {width}) with fp32 scales per 32 and sums per 16"
+        )
+
+
+def _output(
+    out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if out.shape != shape or out.dtype not in FLOAT_DTYPES or not out.is_contiguous():
+        raise FormatError(f"out is {out.dtype} {tuple(out.shape)}; expected contiguous floats {shape}")
+    return out
+
+
+def _residual(residual: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor | None:
+    if residual is None:
+        return None
+    if residual.shape != result.shape or residual.dtype not in FLOAT_DTYPES:
+        raise FormatError(
+            f"residual is {residual.dtype} {tuple(residual.shape)}; expected floats {tuple(result.shape)}"
+        )
+    return residual.contiguous()
