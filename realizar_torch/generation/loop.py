@@ -1,0 +1,190 @@
+"""The loop: prefill once, then choose, check for stops, and step; ids out with transformers' semantics."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from realizar_torch.errors import RealizarError
+from realizar_torch.generation.request import Request, make_request
+from realizar_torch.generation.sampling import sample
+from realizar_torch.generation.step import decode_step, new_state, prefill
+from realizar_torch.generation.stopping import RowStop
+from realizar_torch.metrics import GenerationMetrics
+
+
+class Streamer(Protocol):
+    """transformers' streamer protocol: the prompt first, then each step's tokens, then the end."""
+
+    def put(self, value: torch.Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Decoding:
+    """One request being decoded: iterate for each step's tokens as a list of B ints (pad in rows that have
+    ended).
+
+    released: the text each row has let go in the latest step, where the rows have detokenizers. rows: a
+    RowStop per row. metrics: the numbers so far. Iteration ends when every row has ended or
+    ``max_new_tokens`` are reached.
+    """
+
+    def __init__(self, model: Any, request: Request, *, with_text: bool = False) -> None:
+        self._model = model
+        self._request = request
+        needs_text = with_text or bool(request.stop_strings)
+        self.rows = [
+            RowStop(
+                request.stop_ids,
+                request.stop_strings,
+                request.tokenizer.detokenizer() if needs_text else None,
+            )
+            for _ in range(request.input_ids.shape[0])
+        ]
+        self.released = [""] * len(self.rows)
+        self._new_tokens = 0
+        self._accepted = time.perf_counter()
+        self._first_token: float | None = None
+        self._last_token: float | None = None
+
+    @property
+    def metrics(self) -> GenerationMetrics:
+        return GenerationMetrics(
+            self._request.prompt_tokens, self._new_tokens, len(self.rows), self._first_token, self._last_token
+        )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        model, request = self._model, self._request
+        batch_size, prompt_length = request.input_ids.shape
+        if request.max_new_tokens == 0:
+            self._end_at_length()
+            return
+        state = new_state(model, batch_size, prompt_length + request.max_new_tokens)
+        seen = self._tokens_of_prompt()
+        # Inference mode is entered per step: a generator that held it would switch it on in its consumer's
+        # code.
+        with torch.inference_mode():
+            logits = prefill(model, request.input_ids, request.attention_mask, state)
+        for step in range(request.max_new_tokens):
+            with torch.inference_mode():
+                tokens = sample(logits, request.sampling, seen, request.generator)
+            chosen = self._follow(tokens.tolist(), step)
+            if step + 1 == request.max_new_tokens:
+                self._end_at_length()
+            yield chosen
+            if all(row.reason for row in self.rows):
+                return
+            with torch.inference_mode():
+                if any(row.reason for row in self.rows):
+                    tokens = torch.tensor(chosen, device=tokens.device)
+                if seen is not None:
+                    seen.scatter_(1, tokens.unsqueeze(1), True)
+                logits = decode_step(model, tokens, state)
+
+    def _follow(self, tokens: list[int], step: int) -> list[int]:
+        """Books a step's tokens; returns them with pad in the rows that had ended before."""
+        now = time.perf_counter() - self._accepted
+        for index, row in enumerate(self.rows):
+            self.released[index] = ""
+            if row.reason is not None:
+                tokens[index] = self._request.pad_token_id
+                continue
+            if tokens[index] < 0:
+                raise RealizarError(
+                    f"the logits of row {index} are NaN or infinite at step {step} (the first is 0), so "
+                    "no token can be chosen; the file may be damaged, or a value beyond the dtype's range"
+                )
+            self.released[index] = row.push(tokens[index])
+            self._new_tokens += 1
+        if step == 0:
+            self._first_token = now
+        self._last_token = now
+        return tokens
+
+    def _end_at_length(self) -> None:
+        for index, row in enumerate(self.rows):
+            if row.reason is None:
+                self.released[index] += row.end("length")
+
+    def _tokens_of_prompt(self) -> torch.Tensor | None:
+        """bool [B, V]: the tokens of each prompt, without its padding; None where nobody asks."""
+        request = self._request
+        if request.sampling.repetition_penalty == 1:
+            return None
+        shape = (request.input_ids.shape[0], self._model.config.vocab_size)
+        counts = torch.zeros(shape, dtype=torch.uint8, device=request.input_ids.device)
+        mask = request.attention_mask
+        present = torch.ones_like(request.input_ids) if mask is None else mask
+        return counts.scatter_reduce_(1, request.input_ids, present.to(torch.uint8), "amax").bool()
+
+
+def generate_ids(
+    model: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    stop_strings: str | Sequence[str] | None = None,
+    tokenizer: Any = None,
+    generator: torch.Generator | None = None,
+    streamer: Streamer | None = None,
+    cuda_graph: bool | str = "auto",
+) -> torch.Tensor:
+    """Continues token ids: int64 [B, T + new] on the model's device, prompt included, as transformers'
+    ``generate``.
+
+    input_ids: integers [B, T], B and T at least 1. attention_mask: [B, T] of 0 and 1, zeros only at the left.
+    Without one, leading pad tokens of a batch count as padding unless the pad id is also a stop id.
+    max_new_tokens: 0 or more; prompt and new tokens together must fit the model's ``max_seq_len``.
+    do_sample, temperature, top_k, top_p, min_p, repetition_penalty: see SamplingParams; the penalty ignores
+    padding. eos_token_id: an id or several; None: the file's end-of-generation ids; []: never stop. The
+    stop token is kept. stop_strings: need ``tokenizer``; a row ends with the token that completes one of
+    them in its new text. pad_token_id: fills rows that end early; None: the file's pad id, or else a stop
+    id. generator: a torch.Generator on the model's device; None: torch's default one. streamer: gets
+    ``put`` and ``end``. cuda_graph: "auto" uses a graph where there is one; True insists.
+
+    Raises FormatError for an argument out of range and CacheFullError for too long a request, both before any
+    compute; RealizarError, naming the step, when logits are NaN.
+    """
+    request = make_request(
+        model,
+        input_ids,
+        attention_mask,
+        max_new_tokens=max_new_tokens,
+        do_sample=do_sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        stop_strings=stop_strings,
+        tokenizer=tokenizer,
+        generator=generator,
+        cuda_graph=cuda_graph,
+    )
+    columns = []
+    try:
+        if streamer is not None:
+            streamer.put(request.input_ids.cpu())
+        for tokens in Decoding(model, request):
+            columns.append(tokens)
+            if streamer is not None:
+                streamer.put(torch.tensor(tokens))
+    finally:
+        # A reader of a queue would wait for ever if an error here kept the end from it.
+        if streamer is not None:
+            streamer.end()
+    new = torch.tensor(columns, dtype=torch.int64, device=request.input_ids.device)
+    return torch.cat([request.input_ids, new.reshape(-1, request.input_ids.shape[0]).T], dim=1)

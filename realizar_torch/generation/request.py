@@ -1,0 +1,196 @@
+"""A generation request: every argument of ``generate`` checked before anything is computed."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from realizar_torch.errors import BackendUnavailableError, CacheFullError, FormatError
+from realizar_torch.generation.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the loops run. input_ids: int64 [B, T] on the model's device. attention_mask: bool [B, T], False
+    on the padding at the left of short rows, or None where no row is padded."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    max_new_tokens: int
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...]
+    pad_token_id: int
+    stop_strings: tuple[str, ...]
+    tokenizer: Any
+    generator: torch.Generator | None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of all rows, padding not counted."""
+        mask = self.attention_mask
+        return self.input_ids.numel() if mask is None else int(mask.sum())
+
+
+def make_request(
+    model: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    stop_strings: str | Sequence[str] | None = None,
+    tokenizer: Any = None,
+    generator: torch.Generator | None = None,
+    cuda_graph: bool | str = "auto",
+) -> Request:
+    """Checks the arguments of ``generate`` (described there) against the model.
+
+    Raises FormatError for a value out of range, CacheFullError when prompt and new tokens exceed the KV
+    cache, and BackendUnavailableError for ``cuda_graph=True`` where no graph can be captured.
+    """
+    sampling = SamplingParams(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
+    if not do_sample and (temperature not in (0, 1) or top_k or top_p != 1 or min_p):
+        warnings.warn(
+            "temperature, top_k, top_p and min_p have no effect without do_sample=True",
+            UserWarning,
+            stacklevel=3,
+        )
+    if cuda_graph not in (True, False, "auto"):
+        raise FormatError(f"cuda_graph is {cuda_graph!r}; expected True, False or 'auto'")
+    if cuda_graph is True:
+        raise BackendUnavailableError(
+            f"cuda_graph=True: no graph runs on {model.device}; use 'auto' or False"
+        )
+
+    vocab_size = model.config.vocab_size
+    input_ids = _checked_ids(input_ids, vocab_size, model.device)
+    rows, prompt_length = input_ids.shape
+    _require_integer(max_new_tokens, "max_new_tokens")
+    if max_new_tokens < 0:
+        raise FormatError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
+    if prompt_length + max_new_tokens > model.max_seq_len:
+        raise CacheFullError(
+            f"prompt of {prompt_length} + {max_new_tokens} new tokens need {prompt_length + max_new_tokens} "
+            f"positions, but the KV cache has {model.max_seq_len}; shorten the prompt, lower max_new_tokens "
+            f"or load with a larger max_seq_len (the model's own context is {model.config.context_length})"
+        )
+
+    stop_ids = _checked_stop_ids(eos_token_id, model.eos_token_ids)
+    pad = _choose_pad(pad_token_id, model, stop_ids, vocab_size)
+    if attention_mask is not None:
+        attention_mask = _checked_mask(attention_mask, input_ids)
+    elif rows > 1:
+        attention_mask = _mask_of_leading_pads(input_ids, model.pad_token_id, model.eos_token_ids)
+
+    strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings or ())
+    if any(not isinstance(stop, str) or not stop for stop in strings):
+        raise FormatError(f"stop_strings is {stop_strings!r}; expected non-empty strings")
+    if strings and tokenizer is None:
+        raise FormatError("stop_strings are searched in text: pass tokenizer= as well")
+    if generator is not None and generator.device.type != torch.device(model.device).type:
+        raise FormatError(
+            f"generator is on {generator.device}, the model on {model.device}; "
+            f"make it with torch.Generator({str(model.device)!r})"
+        )
+    return Request(
+        input_ids, attention_mask, max_new_tokens, sampling, stop_ids, pad, strings, tokenizer, generator
+    )
+
+
+def _require_integer(value: object, name: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise FormatError(f"{name} is {value!r}; expected an integer")
+
+
+def _checked_ids(input_ids: torch.Tensor, vocab_size: int, device: torch.device) -> torch.Tensor:
+    if not isinstance(input_ids, torch.Tensor):
+        raise FormatError(
+            f"input_ids is a {type(input_ids).__name__}; expected an integer tensor [batch, length], "
+            "for example torch.tensor([tokenizer.encode(text)])"
+        )
+    if input_ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        raise FormatError(f"input_ids has dtype {input_ids.dtype}; expected token ids as int64 or int32")
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise FormatError(
+            f"input_ids has shape {list(input_ids.shape)}; expected [batch, length] with at least one row "
+            "and one token (input_ids[None] makes a batch of one prompt)"
+        )
+    lowest, highest = (int(bound) for bound in input_ids.aminmax())
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise FormatError(f"input_ids holds token {wrong}; the model's vocabulary is 0 to {vocab_size - 1}")
+    return input_ids.to(device=device, dtype=torch.int64)
+
+
+def _checked_mask(attention_mask: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor | None:
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != input_ids.shape:
+        found = list(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else attention_mask
+        raise FormatError(
+            f"attention_mask is {found}; expected a tensor of the ids' shape {list(input_ids.shape)}"
+        )
+    mask = attention_mask.to(input_ids.device) != 0
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        raise FormatError("attention_mask holds values other than 0 and 1")
+    if not bool(mask[:, -1].all()):
+        row = int((~mask[:, -1]).nonzero()[0, 0])
+        raise FormatError(
+            f"row {row} of attention_mask ends with padding; pad at the left (padding_side='left'), "
+            "so that every prompt ends where its answer begins"
+        )
+    gap = mask[:, :-1] & ~mask[:, 1:]
+    if bool(gap.any()):
+        row = int(gap.nonzero()[0, 0])
+        raise FormatError(f"row {row} of attention_mask has a hole; expected zeros, then ones")
+    return None if bool(mask.all()) else mask
+
+
+def _checked_stop_ids(eos_token_id: int | Sequence[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    if eos_token_id is None:
+        return default
+    stop_ids = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
+    for stop_id in stop_ids:
+        _require_integer(stop_id, "eos_token_id")
+    return stop_ids
+
+
+def _choose_pad(pad_token_id: int | None, model: Any, stop_ids: tuple[int, ...], vocab_size: int) -> int:
+    """The id that fills rows which end early: the caller's, the file's, or else a stop id."""
+    for candidate in (pad_token_id, model.pad_token_id, *stop_ids, *model.eos_token_ids):
+        if candidate is not None:
+            _require_integer(candidate, "pad_token_id")
+            if not 0 <= candidate < vocab_size:
+                raise FormatError(
+                    f"pad_token_id is {candidate}; the model's vocabulary is 0 to {vocab_size - 1}"
+                )
+            return candidate
+    return 0
+
+
+def _mask_of_leading_pads(
+    input_ids: torch.Tensor, pad_token_id: int | None, eos_token_ids: tuple[int, ...]
+) -> torch.Tensor | None:
+    """The mask a caller of a padded batch forgot. A pad id that is also a stop id may be real text: then
+    only warn."""
+    if pad_token_id is None:
+        return None
+    text = (input_ids != pad_token_id).cummax(-1).values
+    if bool(text.all()):
+        return None
+    if pad_token_id in eos_token_ids:
+        warnings.warn(
+            f"rows begin with token {pad_token_id}, which is both padding and a stop token, and without an "
+            "attention_mask it is read as text",
+            UserWarning,
+            stacklevel=4,
+        )
+        return None
+    return _checked_mask(text, input_ids)

@@ -1,0 +1,88 @@
+"""Text in, text out: a prompt or a list of messages, answered at once or piece by piece."""
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from realizar_torch.errors import FormatError
+from realizar_torch.generation.loop import Decoding
+from realizar_torch.generation.request import make_request
+from realizar_torch.metrics import GenerationMetrics
+
+Prompt = str | Sequence[Mapping[str, Any]]
+
+
+class TextStream:
+    """An answer on its way: iterate for its pieces, which joined are the whole answer.
+
+    token_ids: the new ids so far, the stop token included. stop_reason: None while it runs, then "eos",
+    "stop_string" or "length". metrics: the numbers so far. ``close`` ends it early.
+    """
+
+    def __init__(self, decoding: Decoding) -> None:
+        self._decoding = decoding
+        self.token_ids: list[int] = []
+        self._pieces = self._run()
+
+    def _run(self) -> Generator[str]:
+        for tokens in self._decoding:
+            self.token_ids.append(tokens[0])
+            if self._decoding.released[0]:
+                yield self._decoding.released[0]
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        self._pieces.close()
+
+    @property
+    def stop_reason(self) -> str | None:
+        return self._decoding.rows[0].reason
+
+    @property
+    def metrics(self) -> GenerationMetrics:
+        return self._decoding.metrics
+
+
+def encode_prompt(tokenizer: Any, prompt_or_messages: Prompt) -> list[int]:
+    """Ids of a text (special tokens as the file says) or of messages through the file's chat template.
+
+    Messages are mappings with "role" and "content". FormatError for anything else, and for a prompt without
+    tokens.
+    """
+    if isinstance(prompt_or_messages, str):
+        ids = tokenizer.encode(prompt_or_messages)
+    elif isinstance(prompt_or_messages, Sequence) and prompt_or_messages:
+        if not all(isinstance(message, Mapping) for message in prompt_or_messages):
+            raise FormatError(
+                "expected one prompt (str) or messages (mappings with role and content); "
+                "for several prompts at once use model.generate"
+            )
+        ids = tokenizer.apply_chat_template(prompt_or_messages, add_generation_prompt=True)
+    else:
+        raise FormatError(f"the prompt is {prompt_or_messages!r}; expected a str or a list of messages")
+    if not ids:
+        raise FormatError("the prompt has no tokens; this model's tokenizer adds none of its own")
+    return ids
+
+
+def stream_text(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: Any) -> TextStream:
+    """Starts an answer; yields its text as it comes, never half a character, without the stop string or
+    stop token.
+
+    options: the keywords of ``generate_ids`` except streamer. Errors in the arguments are raised here, not
+    later.
+    """
+    ids = torch.tensor([encode_prompt(tokenizer, prompt_or_messages)])
+    request = make_request(model, ids, tokenizer=tokenizer, **options)
+    return TextStream(Decoding(model, request, with_text=True))
+
+
+def generate_text(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: Any) -> str:
+    """The whole answer of ``stream_text`` as one string; the prompt is not part of it."""
+    return "".join(stream_text(model, tokenizer, prompt_or_messages, **options))
