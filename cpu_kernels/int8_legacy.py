@@ -1,7 +1,7 @@
 """int8 dot products of one weight row for Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 (blocks of 32 weights).
 
-``dot_<fmt>(target, row, n_blocks, q, scale, sums) -> float32``: addresses of a row of blocks and of one quantized
-vector (int8 q; fp32 scale per 32; fp32 sums = scale * sum of 16 q). Two blocks share one 64-byte vector.
+``dot_<fmt>(target, row, n_blocks, q, scale, sums) -> float32``: addresses of a row of blocks and of one
+quantized vector (int8 q; fp32 scale per 32; fp32 sums = scale * sum of 16 q). Two blocks share one vector.
 Products and offsets are exact integers; rounding starts with the fp32 product by ``d * scale``.
 """
 
@@ -46,7 +46,7 @@ def _nibbles(qs):
 
 
 def _five_bits(qs, qh):
-    """Unpack five-bit blocks: nibbles at byte ``qs``; bit i of the 32-bit word at ``qh`` is bit 4 of weight i."""
+    """Unpack five-bit blocks: nibbles at byte ``qs``; bit i of the word at ``qh`` is bit 4 of weight i."""
     nibbles = _nibbles(qs)
 
     @jit(device=True)
@@ -71,7 +71,7 @@ def _symmetric(fmt, unpack, offset):
 
 
 def _over_pairs(size, block_pair):
-    """The row dot that adds ``block_pair`` over the blocks of a row; an odd last block is paired with itself."""
+    """The row dot that adds ``block_pair`` over the blocks of a row; an odd last block is its own partner."""
 
     @jit(device=True)
     def dot(target, row, n_blocks, q, scale, sums):

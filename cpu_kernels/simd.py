@@ -1,4 +1,4 @@
-"""SIMD vectors as Numba types: loads, arithmetic, shuffles and conversions that become LLVM vector instructions.
+"""SIMD vectors as Numba types: loads, arithmetic, shuffles, conversions; all become LLVM vector code.
 
 A vector of 64 bytes is one AVX-512 register, two AVX registers or four NEON registers; LLVM splits it as the
 CPU needs, so kernels are written once. Only the byte dot product differs by CPU (``targets.py``).
@@ -280,7 +280,7 @@ def _shifted(builder, value, shifts):
 
 
 def twice(shift, run):
-    """An intrinsic U8x32 → U8x64: every run of ``run`` bytes followed by itself shifted right by ``shift`` bits.
+    """An intrinsic U8x32 → U8x64: every run of ``run`` bytes, then the same shifted right by ``shift`` bits.
 
     Bits cross byte borders: mask what you use.
     """

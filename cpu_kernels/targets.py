@@ -123,7 +123,7 @@ def dot_u8(typing_context, target, unsigned, signed):
 
 @intrinsic
 def dot_i8(typing_context, target, left, right):
-    """The same for two signed vectors, exact for ``right`` > -128: |left| times ``right`` with left's sign."""
+    """The same for two signed vectors, exact for ``right`` > -128: |left| times right with left's sign."""
     if not isinstance(target, TargetType):
         return None
 
