@@ -239,25 +239,31 @@ def test_the_interpreter_ends_with_idle_and_with_busy_threads():
     assert (busy.returncode, busy.stderr) == (0, "")
 
 
-def test_runs_during_exit_neither_hang_nor_fail():
+def test_an_exit_handler_may_still_use_threads():
     result = _python(
         _LONG_KERNEL
         + """
     import atexit
-
-    class Late:
-        def __init__(self):
-            self.kept = pool.run, long, finished, finished.ctypes.data, os.write, sys
-
-        def __del__(self):
-            run, kernel, finished, address, write, sys = self.kept
-            run(kernel, 2, 1, address)
-            write(1, f"{sys.is_finalizing()} {finished[0]}".encode())
-
+    atexit.register(lambda: print(finished[0]))
     atexit.register(pool.run, long, 2, 1, finished.ctypes.data)
-    late = Late()
     """
     )
-    assert result.returncode == 0, result.stderr
-    # two threads in the exit handler; the finalizer, when threads can run no more, alone
-    assert result.stdout == "True 3"
+    assert (result.returncode, result.stdout) == (0, "2\n"), result.stderr
+
+
+def test_no_thread_is_waited_for_once_the_interpreter_shuts_down(monkeypatch):
+    calls, sizes = _zeros(4), _zeros(4)
+    monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+    pool.run(_record, 3, calls.ctypes.data, sizes.ctypes.data)
+    assert sizes.tolist() == [1, 0, 0, 0]
+
+
+def test_without_more_threads_the_caller_works_alone(monkeypatch):
+    calls, sizes = _zeros(64), _zeros(64)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    pool.run(_record, 60, calls.ctypes.data, sizes.ctypes.data)
+    assert sizes.tolist() == [1] + [0] * 63
