@@ -1,8 +1,8 @@
 """Named byte layouts of packed weights: permutations inside each row, of the same size, with exact inverses.
 
 ``"ggml"``    the file's bytes: block after block, each with its fields in order.
-``"planar"``  one plane per field: that field's bytes of all blocks of the row, planes in field order. Wide aligned
-              loads become possible for blocks whose size is not a multiple of 4.
+``"planar"``  one plane per field: that field's bytes of all blocks of the row, planes in field order; allows
+              wide aligned loads where the block size is not a multiple of 4.
 """
 
 import torch
@@ -20,7 +20,7 @@ def check_layout(layout: str) -> None:
 
 
 def pack(weight: torch.Tensor, fmt: str, layout: str) -> torch.Tensor:
-    """Rearrange canonical bytes ``uint8 [..., row_bytes]`` into ``layout``; "ggml" returns ``weight`` itself."""
+    """Rearrange canonical bytes ``uint8 [..., row_bytes]``; for "ggml" the result is ``weight`` itself."""
     spec, blocks = _check(weight, fmt, layout)
     if layout == "ggml":
         return weight

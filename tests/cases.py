@@ -63,10 +63,10 @@ def random_activations(*shape: int, dtype: torch.dtype = torch.float32, seed: in
 
 
 def float_tolerance(x: torch.Tensor, decoded: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Largest error of a float path against float64: ``c * sum|w x|`` per output, ``c`` by the output dtype.
+    """Largest error of a float path against float64: ``c * sum|w x|`` per output, ``c`` by output dtype.
 
-    ``x [..., K]``, ``decoded [N, K]`` → float64 ``[..., N]``. For fp32, c = 4e-6 is about sqrt(K) roundings of
-    the partial sums; for fp16 and bf16, one rounding of the output (2^-11, 2^-8) and a factor 2.
+    ``x [..., K]``, ``decoded [N, K]`` → float64 ``[..., N]``. For fp32, c = 4e-6 is about sqrt(K) roundings
+    of the partial sums; for fp16 and bf16, one rounding of the output (2^-11, 2^-8) and a factor 2.
     """
     return _RELATIVE_ERROR[dtype or x.dtype] * (x.double().abs() @ decoded.double().abs().T)
 

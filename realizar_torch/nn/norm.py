@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from realizar_torch.errors import FormatError
-from realizar_torch.ops.normalization import normalize
+from realizar_torch.ops.normalization import compute_dtype, normalize
 
 
 class RMSNorm(nn.Module):
@@ -39,7 +39,8 @@ class RMSNorm(nn.Module):
         """``x [..., features]`` → the same shape and dtype."""
         if x.ndim == 0 or x.shape[-1] != self.features:
             raise FormatError(f"input of shape {tuple(x.shape)}, expected last dimension {self.features}")
-        weight = self.weight + 1 if self.zero_centered else self.weight
+        # the one is added in the computing dtype: bf16 would round a small weight away
+        weight = self.weight.to(compute_dtype(x.dtype)) + 1 if self.zero_centered else self.weight
         return normalize(x, weight, self.bias, self.normalization, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with statistics in float32 (float64 for float64 input), whatever the input's dtype."""
+"""LayerNorm and RMSNorm with statistics in float32 (float64 for float64 input), whatever the dtype."""
 
 import torch
 from torch.nn import functional
@@ -11,7 +11,8 @@ def normalize(
 ) -> torch.Tensor:
     """Normalise ``x [..., K]`` over its last dimension and apply ``weight [K]`` and ``bias [K]``.
 
-    ``layernorm``: ``(x - mean) / sqrt(var + eps)``, biased variance; ``rmsnorm``: ``x / sqrt(mean(x²) + eps)``.
+    ``layernorm``: ``(x - mean) / sqrt(var + eps)``, biased variance;
+    ``rmsnorm``: ``x / sqrt(mean(x²) + eps)``.
     The result stays in the computing dtype: float64 for float64 ``x``, else float32.
     """
     compute = compute_dtype(x.dtype)
@@ -24,5 +25,5 @@ def normalize(
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that inputs of ``dtype`` are computed in: float64 stays, every other float becomes float32."""
+    """The dtype that inputs of ``dtype`` are computed in: float64 stays, other floats become float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

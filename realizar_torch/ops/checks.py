@@ -1,0 +1,160 @@
+"""The one room where arguments of the ops are judged: messages say what was found and what was expected."""
+
+from collections.abc import Sequence
+
+import torch
+
+from realizar_torch.errors import FormatError
+from realizar_torch.formats import BlockFormat, get_packed_format
+from realizar_torch.ops.normalization import NORMALIZATIONS
+from realizar_torch.packing import check_layout
+from realizar_torch.reference import QuantizedActivations
+
+ACTIVATIONS = ("float", "int8")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_weight(weight: torch.Tensor, fmt: str, in_features: int, layout: str) -> BlockFormat:
+    """The format, if ``weight`` is ``uint8 [rows, row_bytes]`` of ``in_features`` weights per row."""
+    spec = get_packed_format(fmt)
+    check_layout(layout)
+    if in_features < 1:
+        raise FormatError(f"in_features is {in_features}; expected at least 1")
+    if weight.dtype != torch.uint8:
+        raise FormatError(
+            f"weight is {weight.dtype}, expected torch.uint8 bytes of {fmt} blocks; module.type(dtype) casts "
+            "packed bytes and destroys them: use module.to(dtype), and load the weight again"
+        )
+    expected = spec.row_bytes(in_features)
+    if weight.ndim != 2 or weight.shape[0] < 1 or weight.shape[1] != expected:
+        raise FormatError(
+            f"weight has shape {_shape(weight)}, expected [rows, {expected}]: {in_features} weights are "
+            f"{spec.blocks(in_features)} {fmt} blocks of {spec.block_bytes} bytes"
+        )
+    return spec
+
+
+def check_dense_weight(weight: torch.Tensor, in_features: int) -> None:
+    """A float ``[rows, in_features]`` weight."""
+    if weight.dtype not in FLOATS:
+        raise FormatError(
+            f"dense weight is {weight.dtype}, expected a float type; name its format for packed bytes"
+        )
+    if weight.ndim != 2 or weight.shape[0] < 1 or weight.shape[1] != in_features:
+        raise FormatError(f"dense weight has shape {_shape(weight)}, expected [rows, {in_features}]")
+
+
+def check_input(x: torch.Tensor, in_features: int) -> None:
+    """A float ``[..., in_features]`` input."""
+    if x.dtype not in FLOATS:
+        raise FormatError(
+            f"input is {x.dtype}, expected one of {', '.join(map(str, FLOATS))}; convert it first"
+        )
+    if x.ndim == 0 or x.shape[-1] != in_features:
+        raise FormatError(f"input has shape {_shape(x)}, expected last dimension {in_features} (in_features)")
+
+
+def check_quantized(qx: QuantizedActivations, spec: BlockFormat, in_features: int) -> None:
+    """Quantized activations whose length and padding fit a weight of ``in_features`` columns of ``spec``."""
+    if qx.in_features != in_features:
+        raise FormatError(f"activations have {qx.in_features} features, the weight has {in_features}")
+    expected = spec.blocks(in_features) * spec.block_size
+    if qx.q.shape[-1] != expected:
+        raise FormatError(
+            f"activations are padded to {qx.q.shape[-1]} values, but {spec.name} needs {expected}; "
+            f"quantize them for {spec.name}"
+        )
+
+
+def check_vector(name: str, vector: torch.Tensor | None, length: int) -> None:
+    """None, or a float ``[length]``: a bias or the parameters of a norm."""
+    if vector is None:
+        return
+    if vector.dtype not in FLOATS or vector.shape != (length,):
+        raise FormatError(
+            f"{name} is {vector.dtype} {_shape(vector)}, expected a float type and shape [{length}]"
+        )
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise FormatError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}")
+
+
+def check_devices(**tensors: torch.Tensor | None) -> None:
+    """All tensors on one device; the message names two that are not."""
+    present = [(name, tensor.device) for name, tensor in tensors.items() if tensor is not None]
+    first_name, first = present[0]
+    for name, device in present:
+        if device != first:
+            meta = "; a weight on meta has not been loaded yet" if "meta" in (device.type, first.type) else ""
+            raise FormatError(f"{first_name} is on {first}, {name} is on {device}; move one of them{meta}")
+
+
+def check_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    fmt: str,
+    in_features: int,
+    bias: torch.Tensor | None,
+    activations: str,
+    layout: str,
+) -> BlockFormat:
+    """Everything about ``realizar_torch::linear``."""
+    spec = check_weight(weight, fmt, in_features, layout)
+    check_input(x, in_features)
+    check_vector("bias", bias, weight.shape[0])
+    check_choice("activations", activations, ACTIVATIONS)
+    check_devices(x=x, weight=weight, bias=bias)
+    return spec
+
+
+def check_embedding(
+    ids: torch.Tensor, weight: torch.Tensor, fmt: str, embedding_dim: int, dtype: torch.dtype, layout: str
+) -> None:
+    """Everything about ``realizar_torch::embedding`` but the values of ``ids``."""
+    check_dequantize(weight, fmt, embedding_dim, dtype, layout)
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise FormatError(f"ids are {ids.dtype}, expected torch.int64 or torch.int32")
+    check_devices(ids=ids, weight=weight)
+
+
+def check_dequantize(
+    weight: torch.Tensor, fmt: str, in_features: int, dtype: torch.dtype, layout: str
+) -> None:
+    """Everything about ``realizar_torch::dequantize``."""
+    check_weight(weight, fmt, in_features, layout)
+    if dtype not in FLOATS:
+        raise FormatError(f"output dtype is {dtype}, expected one of {', '.join(map(str, FLOATS))}")
+
+
+def check_norm_linear(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    fmt: str | None,
+    in_features: int,
+    bias: torch.Tensor | None,
+    normalization: str,
+    activations: str,
+    layout: str,
+) -> None:
+    """Everything about ``realizar_torch::norm_linear``."""
+    if fmt is None:
+        check_dense_weight(weight, in_features)
+        if activations != "float":
+            raise FormatError(f"activations={activations!r} needs a packed weight; a dense one takes 'float'")
+    else:
+        check_weight(weight, fmt, in_features, layout)
+        check_choice("activations", activations, ACTIVATIONS)
+    check_input(x, in_features)
+    check_choice("normalization", normalization, NORMALIZATIONS)
+    check_vector("norm_weight", norm_weight, in_features)
+    check_vector("norm_bias", norm_bias, in_features)
+    check_vector("bias", bias, weight.shape[0])
+    check_devices(x=x, weight=weight, bias=bias, norm_weight=norm_weight, norm_bias=norm_bias)
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return str(list(tensor.shape))

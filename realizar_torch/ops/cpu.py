@@ -1,0 +1,40 @@
+"""The ops on CPUs: Numba kernels, or torch ops with one warning where Numba cannot be used."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from realizar_torch.ops import bodies, torch_kernels
+from realizar_torch.ops.library import LIBRARY
+
+
+@functools.cache
+def kernels() -> bodies.Kernels:
+    """The launchers in use, chosen at the first call: importing this package must not import Numba."""
+    try:
+        from realizar_torch.cpu_kernels import launch
+
+        reason = launch.available()
+    except ImportError as error:
+        reason = str(error)
+    if reason is None:
+        return launch
+    warnings.warn(
+        f"the Numba kernels cannot be used ({reason}); packed weights run in torch ops, many times slower",
+        stacklevel=2,
+    )
+    return torch_kernels
+
+
+def _implementation(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        return body(kernels(), *args, **kwargs)
+
+    return run
+
+
+for _name in bodies.OPS:
+    LIBRARY.impl(_name, _implementation(getattr(bodies, _name)), "CPU")
