@@ -32,8 +32,8 @@ class GGUFFile:
     tensors: TensorInfo by name, of all shards, in the order of the files.
 
     The mapping is private and copy-on-write: tensors may be changed in place, the file never is. It lives as
-    long as this object, a tensor or a metadata array of it does. There is no ``close``: it would take the memory
-    from under the tensors. Nobody may shorten the file while it is mapped: the system kills readers of bytes
+    long as this object, a tensor or a metadata array of it does; there is no ``close``, which would take the
+    memory from under the tensors. Nobody may shorten the file meanwhile: the system kills whoever reads bytes
     that are gone.
     """
 

@@ -13,8 +13,8 @@ from realizar_torch.checkpoint.gguf_errors import broken, shown
 class StringArray(Sequence[str]):
     """An array of UTF-8 strings, left in the mapped file.
 
-    ``starts[i]`` is the file position of the first byte of item i. Each item is preceded by its u64 byte count,
-    so item i ends 8 bytes before item i + 1; ``starts`` has one entry more than there are items.
+    ``starts[i]`` is the file position of the first byte of item i. A u64 byte count precedes each item, so
+    item i ends 8 bytes before item i + 1; ``starts`` has one entry more than there are items.
     Reading an item that is not UTF-8 raises GGUFError.
     """
 

@@ -2,9 +2,10 @@
 
 Layout, little-endian (ggml, docs/gguf.md): magic ``GGUF``, version u32, tensor count u64, key count u64;
 the metadata; the tensor table (string name, dimension count u32, dimensions u64 with the innermost first,
-type u32, offset u64 from the start of the data); zero bytes up to the next multiple of ``general.alignment``
-(32 if not stated); the tensor data. A string is a u64 byte count and UTF-8 bytes. Versions 2 and 3 are the same
-bytes. Sizes are Python integers, compared with the file's length before anything is read or allocated by them.
+type u32, offset u64 from the start of the data); zero bytes up to the next multiple of
+``general.alignment`` (32 if not stated); the tensor data. A string is a u64 byte count and UTF-8 bytes.
+Versions 2 and 3 are the same bytes. Sizes are Python integers, compared with the length of the file before
+anything is read or allocated by them.
 """
 
 import math
@@ -25,9 +26,9 @@ _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
 # the specification's limit
 _MAX_NAME_BYTES = 64
-# Many times what the largest known models use: a hostile file cannot cost much more than a second.
+# More than the largest known models use; bounds the time that a hostile count can cost to about a second.
 _MAX_KEYS = 1 << 16
-_MAX_TENSORS = 1 << 17
+_MAX_TENSORS = 1 << 16
 _MAX_TENSORS_NAMED = 1000
 
 _FOREIGN = {
@@ -84,7 +85,7 @@ class _Row:
 def parse_header(data: mmap.mmap, path: str) -> Header:
     """Parse and check the header at the start of ``data``; GGUFError for anything that cannot be right.
 
-    A file that passes holds every byte of every tensor. Bytes behind the last tensor are ignored.
+    A file that passes holds every byte of every tensor, and behind the last one nothing but zero bytes.
     """
     cursor = Cursor(data, path)
     version = _read_version(cursor)
@@ -97,7 +98,7 @@ def parse_header(data: mmap.mmap, path: str) -> Header:
     alignment = integer(cursor, metadata, "general.alignment", _DEFAULT_ALIGNMENT)
     data_start = _data_start(cursor, alignment)
     tensors = {row.name: _locate(cursor, row, data_start, alignment, shard) for row in rows}
-    _check_overlaps(cursor, tensors)
+    _check_layout(cursor, tensors, data_start)
     return Header(version, metadata, tensors, shard, shard_count)
 
 
@@ -182,11 +183,16 @@ def _data_start(cursor: Cursor, alignment: int) -> int:
         raise cursor.broken("metadata key 'general.alignment'", str(alignment), "a power of two from 8 up")
     start = -(-cursor.position // alignment) * alignment
     # with a wrong tensor count, the rest of the table would pass for padding
-    stray = re.compile(rb"[^\0]").search(cursor.data, cursor.position, min(start, cursor.size))
-    if stray:
-        found = f"{stray[0]!r} at byte {stray.start()}"
-        raise cursor.broken("padding behind the tensor table", found, f"zero bytes up to byte {start}")
+    _check_zero(cursor, "padding behind the tensor table", cursor.position, min(start, cursor.size))
     return start
+
+
+def _check_zero(cursor: Cursor, where: str, start: int, end: int) -> None:
+    stray = re.compile(rb"[^\0]").search(cursor.data, start, end)
+    if stray:
+        raise cursor.broken(
+            where, f"{stray[0]!r} at byte {stray.start()}", f"zeros from byte {start} to {end}"
+        )
 
 
 def _locate(cursor: Cursor, row: _Row, data_start: int, alignment: int, shard: int) -> TensorInfo:
@@ -204,10 +210,14 @@ def _locate(cursor: Cursor, row: _Row, data_start: int, alignment: int, shard: i
     return TensorInfo(row.name, fmt, row.dims[::-1], start, nbytes, shard)
 
 
-def _check_overlaps(cursor: Cursor, tensors: Mapping[str, TensorInfo]) -> None:
-    for left, right in pairwise(sorted(tensors.values(), key=lambda info: info.offset)):
+def _check_layout(cursor: Cursor, tensors: Mapping[str, TensorInfo], data_start: int) -> None:
+    in_order = sorted(tensors.values(), key=lambda info: info.offset)
+    for left, right in pairwise(in_order):
         end = left.offset + left.nbytes
         if end > right.offset:
             where = f"tensors {shown(left.name)} and {shown(right.name)}"
             found = f"bytes {left.offset} to {end} and from byte {right.offset} on"
             raise cursor.broken(where, found, "tensors that do not overlap")
+    # with a wrong alignment or tensor count, data is left over here
+    end = in_order[-1].offset + in_order[-1].nbytes if in_order else data_start
+    _check_zero(cursor, "bytes behind the last tensor", min(end, cursor.size), cursor.size)

@@ -36,8 +36,8 @@ _FIXED_TYPES = {"general.alignment": _U32, "general.architecture": _STRING}
 
 # the specification's limit
 _MAX_KEY_BYTES = 65535
-# Many times what the largest known models use: a hostile file cannot cost much more than a second.
-_MAX_STRINGS = 1 << 22
+# More than the largest known models use; bounds the time that a hostile count can cost to about a second.
+_MAX_STRINGS = 1 << 21
 _MAX_TEXT_BYTES = 1 << 26
 
 
