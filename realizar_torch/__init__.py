@@ -1,3 +1,41 @@
-"""GGUF block-quantized weights, kept packed in PyTorch: Triton kernels on NVIDIA GPUs, Numba kernels on CPUs."""
+"""GGUF block-quantized weights, kept packed in PyTorch: Triton kernels on NVIDIA GPUs, Numba on CPUs."""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+# public name -> the module that defines it; resolved on first use, so that the import stays light
+_HOMES = {
+    "BackendUnavailableError": "errors",
+    "CacheFullError": "errors",
+    "FormatError": "errors",
+    "GGUFError": "errors",
+    "IncompleteShardsError": "errors",
+    "MissingTensorsError": "errors",
+    "RealizarError": "errors",
+    "UnsupportedArchitectureError": "errors",
+    "supported_formats": "formats",
+    "dequantize": "reference",
+    "open_gguf": "checkpoint.gguf",
+    "QuantizedLinear": "nn.linear",
+    "QuantizedEmbedding": "nn.embedding",
+    "FusedLayerNormLinear": "nn.norm_linear",
+}
+_SUBMODULES = ("ops",)
+
+__all__ = ["__version__", *_HOMES, *_SUBMODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

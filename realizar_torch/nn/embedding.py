@@ -1,0 +1,89 @@
+"""An embedding table that stays packed; only the rows that are looked up are decoded."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from realizar_torch import ops
+from realizar_torch.errors import FormatError
+from realizar_torch.nn import packed
+
+
+class QuantizedEmbedding(nn.Module):
+    """``ids`` → rows of the table, used as ``nn.Embedding``.
+
+    ``weight``: ``uint8 [num_embeddings, row_bytes]``, frozen bytes of ``fmt`` blocks; it starts as zeros
+    and is meant to be loaded. ``dtype`` is the output's (None: ``torch.get_default_dtype()``); ``.to(dtype)``
+    and ``.half()`` change it, as they change a dense table's. ``padding_idx`` is kept for compatibility: a
+    frozen table has no gradient to mask.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        fmt: str = "Q8_0",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise FormatError(f"padding_idx {padding_idx} is outside the table of {num_embeddings} rows")
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx
+        self.fmt = fmt
+        self.dtype = dtype or torch.get_default_dtype()
+        self.weight = packed.zero_blocks(num_embeddings, embedding_dim, fmt, device)
+
+    @classmethod
+    def from_blocks(
+        cls,
+        blocks: torch.Tensor,
+        embedding_dim: int,
+        fmt: str,
+        padding_idx: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Wrap packed rows ``uint8 [num_embeddings, row_bytes]`` without copying them."""
+        weight = packed.wrap_blocks(blocks, embedding_dim, fmt)
+        module = cls(len(blocks), embedding_dim, padding_idx, fmt=fmt, dtype=dtype, device="meta")
+        module.weight = weight
+        return module
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the table as stored."""
+        return self.weight.nbytes
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """``ids`` int64 or int32, any shape → ``[*ids.shape, embedding_dim]``; others are a FormatError."""
+        return ops.embedding(ids, self.weight, self.fmt, self.embedding_dim, dtype=self.dtype)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The decoded table ``[num_embeddings, embedding_dim]``."""
+        return ops.dequantize(self.weight, self.fmt, self.embedding_dim, dtype=dtype)
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, fmt={self.fmt}, dtype={self.dtype}"
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # .to(dtype) and .half() reach float tensors only; an empty one tells what they would do to the output
+        self.dtype = fn(torch.zeros(0, dtype=self.dtype)).dtype
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        packed.save_format(destination, prefix, self.fmt)
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
+    ) -> None:
+        packed.check_state(state_dict, prefix, local_metadata, self.fmt)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

@@ -1,0 +1,106 @@
+"""A linear layer whose weight stays packed."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from realizar_torch import ops
+from realizar_torch.formats import get_packed_format
+from realizar_torch.nn import packed
+from realizar_torch.ops.checks import check_vector
+from realizar_torch.reference import QuantizedActivations
+
+
+class QuantizedLinear(nn.Module):
+    """``x @ decode(weight).T + bias``, used as ``nn.Linear``: any leading dimensions, same dtype.
+
+    ``weight``: ``uint8 [out_features, row_bytes]``, frozen bytes of ``fmt`` blocks, rows padded to whole
+    blocks; it starts as zeros and is meant to be loaded. ``bias [out_features]`` is an ordinary parameter.
+    ``activations="int8"`` quantizes the input in blocks of 32.
+    ``model.requires_grad_(True)`` raises inside torch for packed bytes: filter by ``p.is_floating_point()``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        fmt: str = "Q4_K",
+        activations: str = "float",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        packed.check_activations(activations)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.fmt = fmt
+        self.activations = activations
+        self.weight = packed.zero_blocks(out_features, in_features, fmt, device)
+        start = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", start)
+
+    @classmethod
+    def from_blocks(
+        cls,
+        blocks: torch.Tensor,
+        in_features: int,
+        fmt: str,
+        bias: torch.Tensor | None = None,
+        *,
+        activations: str = "float",
+    ) -> Self:
+        """Wrap rows ``uint8 [out_features, row_bytes]`` and ``bias [out_features]``; nothing is copied."""
+        weight = packed.wrap_blocks(blocks, in_features, fmt)
+        module = cls(in_features, len(blocks), bias=False, fmt=fmt, activations=activations, device="meta")
+        module.weight = weight
+        if bias is not None:
+            check_vector("bias", bias, len(blocks))
+            module.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+        return module
+
+    @property
+    def padded_features(self) -> int:
+        """``in_features`` rounded up to whole blocks; formats that agree can share quantized activations."""
+        spec = get_packed_format(self.fmt)
+        return spec.blocks(self.in_features) * spec.block_size
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of weight and bias as stored."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def forward(self, x: torch.Tensor | QuantizedActivations) -> torch.Tensor:
+        """``x [..., in_features]`` → ``[..., out_features]``; quantized activations give float32."""
+        return ops.linear(x, self.weight, self.fmt, self.in_features, self.bias, activations=self.activations)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The decoded weight ``[out_features, in_features]``."""
+        return ops.dequantize(self.weight, self.fmt, self.in_features, dtype=dtype)
+
+    def to_linear(self, dtype: torch.dtype = torch.float32) -> nn.Linear:
+        """A dense, trainable ``nn.Linear`` of the decoded weight."""
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        linear.weight = nn.Parameter(self.dequantize(dtype))
+        if self.bias is not None:
+            linear.bias = nn.Parameter(self.bias.detach().to(dtype, copy=True))
+        return linear
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, fmt={self.fmt}, activations={self.activations}"
+        )
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        packed.save_format(destination, prefix, self.fmt)
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
+    ) -> None:
+        packed.check_state(state_dict, prefix, local_metadata, self.fmt)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

@@ -1,0 +1,67 @@
+"""Packed weights as module parameters: made, wrapped, and guarded where state dicts are saved and loaded.
+
+A ``uint8`` parameter stays as it is under ``.to(dtype)`` and ``.half()``. Bytes do not tell Q4_0 from Q4_K,
+so the format's name travels in the state dict's metadata.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from realizar_torch.errors import FormatError
+from realizar_torch.formats import get_packed_format
+from realizar_torch.ops.checks import ACTIVATIONS, check_choice, check_weight
+
+Formats = str | None | tuple[str | None, ...]
+
+
+def zero_blocks(rows: int, in_features: int, fmt: str, device: torch.device | str | None) -> nn.Parameter:
+    """A weight to load into: all bytes zero, which decodes to zeros in every format."""
+    check_sizes(in_features, rows)
+    row_bytes = get_packed_format(fmt).row_bytes(in_features)
+    return nn.Parameter(torch.zeros(rows, row_bytes, dtype=torch.uint8, device=device), requires_grad=False)
+
+
+def wrap_blocks(blocks: torch.Tensor, in_features: int, fmt: str) -> nn.Parameter:
+    """``uint8 [rows, row_bytes]`` as a parameter that shares their memory."""
+    check_weight(blocks, fmt, in_features, "ggml")
+    return nn.Parameter(blocks, requires_grad=False)
+
+
+def check_sizes(in_features: int, out_features: int) -> None:
+    """FormatError unless both are at least 1."""
+    if in_features < 1 or out_features < 1:
+        raise FormatError(f"in_features={in_features}, out_features={out_features}; both must be at least 1")
+
+
+def check_activations(activations: str) -> None:
+    check_choice("activations", activations, ACTIVATIONS)
+
+
+def save_format(destination: Mapping[str, torch.Tensor], prefix: str, fmt: Formats) -> None:
+    """Write ``fmt`` into the metadata that ``Module.state_dict`` keeps per module."""
+    metadata = getattr(destination, "_metadata", None)
+    if metadata is not None:
+        metadata[prefix[:-1]]["fmt"] = fmt
+
+
+def check_state(
+    state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], fmt: Formats
+) -> None:
+    """Refuse a state dict of another format, or one that holds floats where packed bytes belong."""
+    stored = metadata.get("fmt", fmt)
+    if stored != fmt:
+        raise FormatError(
+            f"{prefix}weight is stored as {stored}, but this module was made for {fmt}; "
+            f"make the module with fmt={stored!r}"
+        )
+    formats = {"weight": fmt} if not isinstance(fmt, tuple) else {f"weight.{i}": f for i, f in enumerate(fmt)}
+    for key, name in formats.items():
+        tensor = state_dict.get(prefix + key)
+        if name is not None and tensor is not None and tensor.dtype != torch.uint8:
+            raise FormatError(
+                f"{prefix}{key} is {tensor.dtype}, expected torch.uint8 bytes of {name} blocks; "
+                "a float weight has to be quantized first"
+            )
