@@ -19,7 +19,7 @@ _F16, _F32, _F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 _MACHINE = platform.machine().lower()
 
 # x86 converts half precision in hardware only with F16C; LLVM would otherwise call a library function
-_HARDWARE_HALF = "f16c" in target_features() or _MACHINE in ("aarch64", "arm64")
+HARDWARE_HALF = "f16c" in target_features() or _MACHINE in ("aarch64", "arm64")
 
 
 def pointer_at(builder, element, base, offset=None):
@@ -141,7 +141,7 @@ def f32_to_half_bits(value):
     return sign | ((rounded - (112 << 23)) >> 13)
 
 
-if _HARDWARE_HALF:
+if HARDWARE_HALF:
     load_f16 = _loader("load_f16", _F16, types.float32, lambda b, v: b.fpext(v, _F32))
     store_f16 = _storer("store_f16", _F16, types.float32, lambda b, v: b.fptrunc(v, _F16))
 else:
