@@ -5,6 +5,7 @@ four chunks of 64 weights, one vector each. The factors of all its sub-blocks, `
 scale``, are computed in one F32x16 and spread over the lanes of each chunk.
 """
 
+from realizar_torch.cpu_kernels.int8_legacy import PREFETCH_DISTANCE
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import load_f16, load_i64, load_u32
 from realizar_torch.cpu_kernels.simd import (
@@ -17,6 +18,7 @@ from realizar_torch.cpu_kernels.simd import (
     load_u8x32,
     load_u8x64,
     pair_f32x16,
+    prefetch,
     shuffle,
     splat_f32x16,
     splat_u8x64,
@@ -51,6 +53,12 @@ _zero_and_odd_sums = shuffle(0, 0, 0, 0, 17, 19, 21, 23, 0, 0, 0, 0, 25, 27, 29,
 _d_and_dmin = shuffle(*[0] * 4, *[15] * 4, *[0] * 4, *[15] * 4)
 _only_minima = shuffle(16, 16, 16, 16, 4, 5, 6, 7, 16, 16, 16, 16, 12, 13, 14, 15)
 _widened = shuffle(*range(8), *range(8))
+
+
+@jit(device=True)
+def _prefetch_block(block, size):
+    for line in range(0, size, 64):
+        prefetch(block + line + PREFETCH_DISTANCE)
 
 
 @jit(device=True)
@@ -94,6 +102,7 @@ def _affine_k(fmt, top_bits):
         total, minima = splat_f32x16(0), splat_f32x16(0)
         for i in range(n_blocks):
             block, x = row + size * i, q + 256 * i
+            _prefetch_block(block, size)
             d_dmin = _d_and_dmin(pair_f32x16(load_f16(block), load_f16(block, dmin_at)))
             weight_side = u8x16_to_f32x16(_six_bit_scales(block + scales_at)) * d_dmin
             factors = weight_side * _scale_or_sum(scale + 32 * i, sums + 64 * i)
@@ -137,6 +146,7 @@ def dot_q6_k(target, row, n_blocks, q, scale, sums):
     total = splat_f32x16(0)
     for i in range(n_blocks):
         block, x = row + _Q6_BYTES * i, q + 256 * i
+        _prefetch_block(block, _Q6_BYTES)
         factors = i8x16_to_f32x16(load_u8x16(block, _Q6_SCALES)) * load_f16(block, _Q6_D)
         factors = factors * _each_twice(load_f32x8(scale, 32 * i))
         low, high = load_u8x64(block), _then_shifted_2(load_u8x32(block, _Q6_QH))
@@ -164,6 +174,7 @@ def dot_q3_k(target, row, n_blocks, q, scale, sums):
     total = splat_f32x16(0)
     for i in range(n_blocks):
         block, x = row + _Q3_BYTES * i, q + 256 * i
+        _prefetch_block(block, _Q3_BYTES)
         factors = (u8x16_to_f32x16(_q3_scales(block + _Q3_SCALES)) - 32) * load_f16(block, _Q3_D)
         factors = factors * _each_twice(load_f32x8(scale, 32 * i))
         high = _then_shifted_1(load_u8x32(block))
@@ -182,6 +193,7 @@ def dot_q2_k(target, row, n_blocks, q, scale, sums):
     total, minima = splat_f32x16(0), splat_f32x16(0)
     for i in range(n_blocks):
         block, x = row + _Q2_BYTES * i, q + 256 * i
+        _prefetch_block(block, _Q2_BYTES)
         packed = load_u8x16(block)
         factors = u8x16_to_f32x16(packed & 15) * load_f16(block, _Q2_D)
         factors = factors * _each_twice(load_f32x8(scale, 32 * i))

@@ -14,29 +14,41 @@ from realizar_torch.cpu_kernels.simd import (
     join_u8x16,
     join_u8x32,
     load_f32x4,
+    load_f32x8,
+    load_half_pairs,
+    load_halves,
     load_u8x16,
     load_u8x32,
     load_u8x64,
-    pair_f32x4,
     pair_f32x16,
-    splat_f32x4,
+    prefetch,
+    shuffle,
+    splat_f32x8,
     splat_f32x16,
     splat_u8x64,
-    sum_f32x4,
+    sum_f32x8,
     sum_f32x16,
     to_f32x16,
     twice,
 )
 from realizar_torch.cpu_kernels.targets import dot_i8, dot_u8
-
 from realizar_torch.formats import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
+
+# bytes; weights are read once, in order, and the hardware prefetcher alone reaches half the bandwidth
+PREFETCH_DISTANCE = 3072
 
 # the low nibbles of a 16-byte block are its first 16 weights, the high nibbles the others
 _low_then_high = twice(4, 16)
 
+# lane k of four block factors for the vector of blocks 0 and 1, and for that of blocks 2 and 3
+_first_two, _last_two = shuffle(*[0] * 8, *[1] * 8), shuffle(*[2] * 8, *[3] * 8)
+# the d and m of four blocks stand as d0 m0 d1 m1 …; there are two sums for each m
+_each_d, _each_m_twice = shuffle(0, 2, 4, 6), shuffle(1, 1, 3, 3, 5, 5, 7, 7)
 
-def _nibbles(qs):
-    """Unpack four-bit blocks whose nibbles start at byte ``qs``."""
+
+def _nibbles(fmt):
+    """Unpack two blocks of four-bit weights."""
+    qs = fmt.offset("qs")
 
     @jit(device=True)
     def unpack(first, second):
@@ -45,9 +57,9 @@ def _nibbles(qs):
     return unpack
 
 
-def _five_bits(qs, qh):
-    """Unpack five-bit blocks: nibbles at byte ``qs``; bit i of the word at ``qh`` is bit 4 of weight i."""
-    nibbles = _nibbles(qs)
+def _five_bits(fmt):
+    """Unpack two blocks of five-bit weights: bit i of the word ``qh`` is bit 4 of weight i."""
+    nibbles, qh = _nibbles(fmt), fmt.offset("qh")
 
     @jit(device=True)
     def unpack(first, second):
@@ -57,89 +69,71 @@ def _five_bits(qs, qh):
     return unpack
 
 
-def _symmetric(fmt, unpack, offset):
-    """The row dot for ``w = d * (u - offset)`` with unsigned ``u = unpack(first block, second block)``."""
+def _products(unpack, offset):
+    """Exact I32x16 products of two blocks with ``x`` for weights ``d * (unpack(…) - offset)``."""
+
+    @jit(device=True)
+    def products(target, first, second, x):
+        result = dot_u8(target, unpack(first, second), x)
+        if offset:
+            result = result - dot_u8(target, splat_u8x64(offset), x)
+        return result
+
+    return products
+
+
+def _signed_products(fmt):
+    """Exact I32x16 products of two blocks of signed bytes with ``x``."""
+    qs = fmt.offset("qs")
+
+    @jit(device=True)
+    def products(target, first, second, x):
+        return dot_i8(target, as_i8x64(join_u8x32(load_u8x32(first, qs), load_u8x32(second, qs))), x)
+
+    return products
+
+
+def _row_dot(fmt, products):
+    """The dot product of a row: four blocks at a time, then the rest one by one.
+
+    ``w = d * q`` with the exact integers of ``products``, plus ``m`` where the format has one.
+    """
     size = fmt.block_bytes
-
-    @jit(device=True)
-    def block_pair(target, total, first, second, x, first_scale, second_scale):
-        products = dot_u8(target, unpack(first, second), x) - dot_u8(target, splat_u8x64(offset), x)
-        factor = pair_f32x16(load_f16(first) * first_scale, load_f16(second) * second_scale)
-        return fma(to_f32x16(products), factor, total)
-
-    return _over_pairs(size, block_pair)
-
-
-def _over_pairs(size, block_pair):
-    """The row dot that adds ``block_pair`` over the blocks of a row; an odd last block is its own partner."""
+    affine = any(field.name == "m" for field in fmt.fields)
+    m = fmt.offset("m") if affine else 0
 
     @jit(device=True)
     def dot(target, row, n_blocks, q, scale, sums):
-        total = splat_f32x16(0)
-        for pair in range(n_blocks // 2):
-            first = row + 2 * size * pair
-            x = as_i8x64(load_u8x64(q, 64 * pair))
-            first_scale, second_scale = load_f32(scale, 8 * pair), load_f32(scale, 8 * pair + 4)
-            total = block_pair(target, total, first, first + size, x, first_scale, second_scale)
-        if n_blocks % 2:
-            last = n_blocks - 1
-            half = load_u8x32(q, 32 * last)
-            block, x = row + size * last, as_i8x64(join_u8x32(half, half))
-            total = block_pair(target, total, block, block, x, load_f32(scale, 4 * last), 0)
-        return sum_f32x16(total)
+        total, other, minima = splat_f32x16(0), splat_f32x16(0), splat_f32x8(0)
+        for group in range(n_blocks // 4):
+            block, x = row + 4 * size * group, q + 128 * group
+            for line in range(0, 4 * size, 64):
+                prefetch(block + line + PREFETCH_DISTANCE)
+            if affine:
+                d_m = load_half_pairs(block, size)
+                minima = fma(_each_m_twice(d_m), load_f32x8(sums, 32 * group), minima)
+                factors = _each_d(d_m) * load_f32x4(scale, 16 * group)
+            else:
+                factors = load_halves(block, size) * load_f32x4(scale, 16 * group)
+            two = products(target, block, block + size, as_i8x64(load_u8x64(x)))
+            total = fma(to_f32x16(two), _first_two(factors), total)
+            two = products(target, block + 2 * size, block + 3 * size, as_i8x64(load_u8x64(x, 64)))
+            other = fma(to_f32x16(two), _last_two(factors), other)
+        minimum = sum_f32x8(minima)
+        for i in range(n_blocks - n_blocks % 4, n_blocks):
+            block, x = row + size * i, load_u8x32(q, 32 * i)
+            if affine:
+                minimum += load_f16(block, m) * (load_f32(sums, 8 * i) + load_f32(sums, 8 * i + 4))
+            # the block is its own partner, with a factor of zero
+            factor = pair_f32x16(load_f16(block) * load_f32(scale, 4 * i), 0)
+            total = fma(to_f32x16(products(target, block, block, as_i8x64(join_u8x32(x, x)))), factor, total)
+        return sum_f32x16(total + other) + minimum
 
     return dot
 
 
-def _affine(fmt, unpack):
-    """The row dot for ``w = d * u + m``."""
-    size, m = fmt.block_bytes, fmt.offset("m")
-    unpack_and_scale = _unsigned_pair(unpack)
-
-    @jit(device=True)
-    def dot(target, row, n_blocks, q, scale, sums):
-        total, minima = splat_f32x16(0), splat_f32x4(0)
-        for pair in range(n_blocks // 2):
-            first = row + 2 * size * pair
-            second = first + size
-            x = as_i8x64(load_u8x64(q, 64 * pair))
-            first_scale, second_scale = load_f32(scale, 8 * pair), load_f32(scale, 8 * pair + 4)
-            total = unpack_and_scale(target, total, first, second, x, first_scale, second_scale)
-            minimum = pair_f32x4(load_f16(first, m), load_f16(second, m))
-            minima = fma(minimum, load_f32x4(sums, 16 * pair), minima)
-        result = sum_f32x4(minima)
-        if n_blocks % 2:
-            last = n_blocks - 1
-            half = load_u8x32(q, 32 * last)
-            block, x = row + size * last, as_i8x64(join_u8x32(half, half))
-            total = unpack_and_scale(target, total, block, block, x, load_f32(scale, 4 * last), 0)
-            result += load_f16(block, m) * (load_f32(sums, 8 * last) + load_f32(sums, 8 * last + 4))
-        return sum_f32x16(total) + result
-
-    return dot
-
-
-def _unsigned_pair(unpack):
-    @jit(device=True)
-    def block_pair(target, total, first, second, x, first_scale, second_scale):
-        factor = pair_f32x16(load_f16(first) * first_scale, load_f16(second) * second_scale)
-        return fma(to_f32x16(dot_u8(target, unpack(first, second), x)), factor, total)
-
-    return block_pair
-
-
-def _signed_pair(qs):
-    @jit(device=True)
-    def block_pair(target, total, first, second, x, first_scale, second_scale):
-        w = as_i8x64(join_u8x32(load_u8x32(first, qs), load_u8x32(second, qs)))
-        factor = pair_f32x16(load_f16(first) * first_scale, load_f16(second) * second_scale)
-        return fma(to_f32x16(dot_i8(target, w, x)), factor, total)
-
-    return block_pair
-
-
-dot_q4_0 = _symmetric(Q4_0, _nibbles(Q4_0.offset("qs")), 8)
-dot_q4_1 = _affine(Q4_1, _nibbles(Q4_1.offset("qs")))
-dot_q5_0 = _symmetric(Q5_0, _five_bits(Q5_0.offset("qs"), Q5_0.offset("qh")), 16)
-dot_q5_1 = _affine(Q5_1, _five_bits(Q5_1.offset("qs"), Q5_1.offset("qh")))
-dot_q8_0 = _over_pairs(Q8_0.block_bytes, _signed_pair(Q8_0.offset("qs")))
+dot_q4_0 = _row_dot(Q4_0, _products(_nibbles(Q4_0), 8))
+dot_q4_1 = _row_dot(Q4_1, _products(_nibbles(Q4_1), 0))
+dot_q5_0 = _row_dot(Q5_0, _products(_five_bits(Q5_0), 16))
+dot_q5_1 = _row_dot(Q5_1, _products(_five_bits(Q5_1), 0))
+dot_q8_0 = _row_dot(Q8_0, _signed_products(Q8_0))

@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
-from realizar_torch.cpu_kernels.memory import pointer_at
+from realizar_torch.cpu_kernels.memory import HARDWARE_HALF, pointer_at
 
 I32 = ir.IntType(32)
 _LLVM = {"u8": ir.IntType(8), "i8": ir.IntType(8), "i32": I32, "f32": ir.FloatType()}
@@ -132,6 +132,52 @@ load_u8x16, load_u8x32, load_u8x64, load_i8x64 = (_loader(v) for v in (U8x16, U8
 load_f32x4, load_f32x8, load_f32x16, load_i32x16 = (_loader(v) for v in (F32x4, F32x8, F32x16, I32x16))
 
 
+def half_bits_to_float(builder, half):
+    """fp16 bits → fp32 in LLVM lanes by integer steps, exact for every value (see memory.half_bits_to_f32)."""
+    words, floats = (ir.VectorType(element, half.type.count) for element in (I32, ir.FloatType()))
+
+    def lanes(bits):
+        return ir.Constant(words, [bits] * half.type.count)
+
+    bits = builder.zext(half, words)
+    magnitude = builder.shl(builder.and_(bits, lanes(0x7FFF)), lanes(13))
+    scale = builder.bitcast(lanes((127 + 112) << 23), floats)
+    finite = builder.bitcast(builder.fmul(builder.bitcast(magnitude, floats), scale), words)
+    special = builder.icmp_unsigned(">=", magnitude, lanes(0x7C00 << 13))
+    magnitude = builder.select(special, builder.or_(magnitude, lanes(0x7F800000)), finite)
+    sign = builder.shl(builder.and_(bits, lanes(0x8000)), lanes(16))
+    return builder.bitcast(builder.or_(magnitude, sign), floats)
+
+
+def _strided_halves(name, together):
+    """The intrinsic ``name(address, stride)``: ``together`` fp16 at four places ``stride`` bytes apart, as fp32."""
+    result = Vector("f32", 4 * together)
+    item = ir.IntType(16 * together)
+
+    def load(typing_context, address, stride):
+        def generate(context, builder, signature, arguments):
+            address, stride = arguments
+            items = ir.Constant(ir.VectorType(item, 4), ir.Undefined)
+            for place in range(4):
+                value = builder.load(pointer_at(builder, item, address), align=1)
+                items = builder.insert_element(items, value, I32(place))
+                address = builder.add(address, stride)
+            half = builder.bitcast(items, ir.VectorType(ir.IntType(16), result.lanes))
+            if HARDWARE_HALF:
+                return builder.fpext(
+                    builder.bitcast(half, ir.VectorType(ir.HalfType(), result.lanes)), result.llvm
+                )
+            return half_bits_to_float(builder, half)
+
+        return result(types.int64, types.int64), generate
+
+    load.__name__ = load.__qualname__ = name
+    return intrinsic(load)
+
+
+load_halves, load_half_pairs = _strided_halves("load_halves", 1), _strided_halves("load_half_pairs", 2)
+
+
 @intrinsic
 def store(typing_context, address, value, offset=0):
     """Store a vector at ``address + offset``, any alignment."""
@@ -143,6 +189,18 @@ def store(typing_context, address, value, offset=0):
         builder.store(value, pointer_at(builder, value.type, address, offset), align=1)
 
     return types.void(types.int64, value, types.int64), generate
+
+
+@intrinsic
+def prefetch(typing_context, address):
+    """Ask for the cache line at ``address`` in the second-level cache; any address is harmless."""
+
+    def generate(context, builder, signature, arguments):
+        pointer = pointer_at(builder, ir.IntType(8), arguments[0])
+        read, second_level, data = I32(0), I32(2), I32(1)
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read, second_level, data)
+
+    return types.void(types.int64), generate
 
 
 def _splatter(vector):
@@ -158,7 +216,7 @@ def _splatter(vector):
     return intrinsic(repeat)
 
 
-splat_u8x64, splat_i32x16, splat_f32x4, splat_f32x16 = (_splatter(v) for v in (U8x64, I32x16, F32x4, F32x16))
+splat_u8x64, splat_i32x16, splat_f32x8, splat_f32x16 = (_splatter(v) for v in (U8x64, I32x16, F32x8, F32x16))
 
 
 def shuffle(*indices):
@@ -219,7 +277,7 @@ def _bit_lanes(builder, bits, result):
 
 to_f32x16 = _converter("to_f32x16", I32x16, F32x16, lambda b, v, t: b.sitofp(v, t))
 as_i8x64 = _converter("as_i8x64", U8x64, I8x64, lambda b, v, t: v)
-sum_f32x4 = _converter("sum_f32x4", F32x4, types.float32, _halving_sum)
+sum_f32x8 = _converter("sum_f32x8", F32x8, types.float32, _halving_sum)
 sum_f32x16 = _converter("sum_f32x16", F32x16, types.float32, _halving_sum)
 bytes_of_bits = _converter("bytes_of_bits", types.int64, U8x64, _bit_lanes)
 u8x16_to_f32x16 = _converter("u8x16_to_f32x16", U8x16, F32x16, lambda b, v, t: b.uitofp(v, t))
@@ -256,7 +314,7 @@ def _pair(vector):
     return intrinsic(fill)
 
 
-pair_f32x4, pair_f32x16 = _pair(F32x4), _pair(F32x16)
+pair_f32x16 = _pair(F32x16)
 
 
 @intrinsic
