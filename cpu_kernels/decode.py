@@ -1,0 +1,82 @@
+"""Rows of any packed format as fp32 weights; the format is chosen once per row."""
+
+from realizar_torch.cpu_kernels import block_decoders as blocks
+from realizar_torch.cpu_kernels.block_decoders import SUB_BLOCK
+from realizar_torch.cpu_kernels.jit import jit
+from realizar_torch.cpu_kernels.memory import load_f32, stack_alloc, store_f32
+from realizar_torch.cpu_kernels.simd import i8x16_to_f32x16, load_u8x16, store
+
+from realizar_torch.formats import Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
+
+_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0 = (f.ggml_type for f in (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0))
+_Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K = (f.ggml_type for f in (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K))
+
+# Bytes of the longest decoded block: int8 quants, fp32 scales (as many minima), fp32 weights.
+Q_BYTES, SCALE_BYTES, WEIGHT_BYTES = 256, 64, 1024
+
+
+@jit(device=True)
+def sixteen_weights(q, scale, minimum, sub):
+    """Sub-block ``sub`` of a decoded block in 16 fp32 lanes: ``scale * q - minimum``, rounded twice."""
+    product = i8x16_to_f32x16(load_u8x16(q, SUB_BLOCK * sub)) * load_f32(scale, 4 * sub)
+    return product - load_f32(minimum, 4 * sub)
+
+
+def _row(fmt, decode):
+    """``decode_row`` of one format."""
+    size, block_bytes = fmt.block_size, fmt.block_bytes
+    sub_blocks = size // SUB_BLOCK
+
+    @jit(device=True)
+    def row_of_format(row, count, target):
+        q, scale, minimum = (
+            stack_alloc(Q_BYTES, 64),
+            stack_alloc(SCALE_BYTES, 64),
+            stack_alloc(SCALE_BYTES, 64),
+        )
+        last = stack_alloc(WEIGHT_BYTES, 64)
+        for block in range((count + size - 1) // size):
+            decode(row + block_bytes * block, q, scale, minimum)
+            whole = size * (block + 1) <= count
+            weights = target + 4 * size * block if whole else last
+            for sub in range(sub_blocks):
+                store(weights, sixteen_weights(q, scale, minimum, sub), 4 * SUB_BLOCK * sub)
+        for index in range(count // size * size, count):
+            store_f32(target, load_f32(last, 4 * (index % size)), 4 * index)
+
+    return row_of_format
+
+
+_row_q4_0, _row_q4_1 = _row(Q4_0, blocks.decode_q4_0), _row(Q4_1, blocks.decode_q4_1)
+_row_q5_0, _row_q5_1 = _row(Q5_0, blocks.decode_q5_0), _row(Q5_1, blocks.decode_q5_1)
+_row_q8_0, _row_q2_k = _row(Q8_0, blocks.decode_q8_0), _row(Q2_K, blocks.decode_q2_k)
+_row_q3_k, _row_q4_k = _row(Q3_K, blocks.decode_q3_k), _row(Q4_K, blocks.decode_q4_k)
+_row_q5_k, _row_q6_k = _row(Q5_K, blocks.decode_q5_k), _row(Q6_K, blocks.decode_q6_k)
+
+
+@jit(device=True)
+def decode_row(ggml_type, row, count, target):
+    """The first ``count`` weights of the row at address ``row``, as fp32 at ``target``; nothing beyond is written.
+
+    Equal to ``reference.dequantize`` bit for bit. An unknown ``ggml_type`` writes nothing.
+    """
+    if ggml_type == _Q4_0:
+        _row_q4_0(row, count, target)
+    elif ggml_type == _Q4_1:
+        _row_q4_1(row, count, target)
+    elif ggml_type == _Q5_0:
+        _row_q5_0(row, count, target)
+    elif ggml_type == _Q5_1:
+        _row_q5_1(row, count, target)
+    elif ggml_type == _Q8_0:
+        _row_q8_0(row, count, target)
+    elif ggml_type == _Q2_K:
+        _row_q2_k(row, count, target)
+    elif ggml_type == _Q3_K:
+        _row_q3_k(row, count, target)
+    elif ggml_type == _Q4_K:
+        _row_q4_k(row, count, target)
+    elif ggml_type == _Q5_K:
+        _row_q5_k(row, count, target)
+    elif ggml_type == _Q6_K:
+        _row_q6_k(row, count, target)
