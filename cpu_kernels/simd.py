@@ -275,6 +275,20 @@ def _bit_lanes(builder, bits, result):
     return builder.sext(mask, result)
 
 
+def _halving(name, operation):
+    """Reduce all lanes by an LLVM vector reduction of integers."""
+
+    def reduce(builder, value, _):
+        word = call(builder, f"llvm.vector.reduce.{operation}.v16i32", I32, value)
+        return builder.sext(word, ir.IntType(64))
+
+    return _converter(name, I32x16, types.int64, reduce)
+
+
+sum_i32x16, max_i32x16 = _halving("sum_i32x16", "add"), _halving("max_i32x16", "smax")
+bits_of_f32x16 = _converter("bits_of_f32x16", F32x16, I32x16, lambda b, v, t: b.bitcast(v, t))
+f32x16_of_bits = _converter("f32x16_of_bits", I32x16, F32x16, lambda b, v, t: b.bitcast(v, t))
+low_bytes = _converter("low_bytes", I32x16, U8x16, lambda b, v, t: b.trunc(v, t))
 to_f32x16 = _converter("to_f32x16", I32x16, F32x16, lambda b, v, t: b.sitofp(v, t))
 as_i8x64 = _converter("as_i8x64", U8x64, I8x64, lambda b, v, t: v)
 sum_f32x8 = _converter("sum_f32x8", F32x8, types.float32, _halving_sum)
@@ -282,6 +296,27 @@ sum_f32x16 = _converter("sum_f32x16", F32x16, types.float32, _halving_sum)
 bytes_of_bits = _converter("bytes_of_bits", types.int64, U8x64, _bit_lanes)
 u8x16_to_f32x16 = _converter("u8x16_to_f32x16", U8x16, F32x16, lambda b, v, t: b.uitofp(v, t))
 i8x16_to_f32x16 = _converter("i8x16_to_f32x16", U8x16, F32x16, lambda b, v, t: b.sitofp(v, t))
+
+
+def _picker(name, comparison):
+    """The intrinsic ``name(a, b)``: lane by lane ``a if a <comparison> b else b``, so that NaN in ``b`` stays."""
+
+    def pick(typing_context, a, b):
+        if not (isinstance(a, Vector) and a == b):
+            return None
+
+        def generate(context, builder, signature, arguments):
+            first, second = arguments
+            compare = builder.fcmp_ordered if a.element == "f32" else builder.icmp_signed
+            return builder.select(compare(comparison, first, second), first, second)
+
+        return a(a, b), generate
+
+    pick.__name__ = pick.__qualname__ = name
+    return intrinsic(pick)
+
+
+minimum, maximum = _picker("minimum", "<"), _picker("maximum", ">")
 
 
 @intrinsic
