@@ -133,7 +133,8 @@ def _preamble() -> Iterator[Mutant]:
 
 def _counts_and_lengths() -> Iterator[Mutant]:
     for count in (0, 1, 3, 2**31, 2**32, 2**32 + 2, 2**63 - 1, 2**63, 2**64 - 1):
-        yield Mutant("n_tensors", hex(count), patched(8, u64(count)))
+        says = ("padding behind the tensor table",) if count < 2 else (str(count),)
+        yield Mutant("n_tensors", hex(count), patched(8, u64(count)), says=says)
     for count in (0, 3, 5, 2**31, 2**32, 2**32 + 4, 2**63 - 1, 2**63, 2**64 - 1):
         yield Mutant("n_kv", hex(count), patched(16, u64(count)))
     for length in (0, 0x13, 0x15, 0x10000, 2**31, 2**32, 2**63, 2**64 - 1, 0x281):
@@ -157,7 +158,8 @@ def _arrays() -> Iterator[Mutant]:
     for kind in (0xD, 2**32 - 1, 9):
         yield Mutant("array_type", hex(kind), patched(135, u32(kind)), says=(key,))
     for count in (0, 2, 4, 2**31, 2**32, 2**61, 2**62, 2**63, 2**64 - 1):
-        yield Mutant("array_count", hex(count), patched(139, u64(count)))
+        says = (key, f"an array of {count} strings") if count > 4 else ()
+        yield Mutant("array_count", hex(count), patched(139, u64(count)), says=says)
     for kind in (0, 7, 4, 10):
         for count in (2**30, 2**40, 2**61, 2**63, 2**64 - 1):
             data = with_key(string("a") + u32(9) + u32(kind) + u64(count))

@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import os
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -363,3 +364,11 @@ def test_unsupported_types_are_listed_once(tmp_path: Path) -> None:
         "type 28 (F64) in 'bad.d'; type 31 in 'bad.e'; type 4294967295 in 'bad.f', expected types F32, F16"
     )
     assert listed in str(caught.value) and "good" not in str(caught.value)
+
+
+def test_the_gguf_package_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    tensors = all_formats()
+    same_bytes(open_gguf(write_gguf(tmp_path / "m.gguf", METADATA, tensors)), tensors)
+    with pytest.raises(GGUFError, match="found type 20 in 'w'"):
+        open_gguf(write_gguf(tmp_path / "bad.gguf", METADATA, {"w": (20, (2, 32), bytes(36))}))
