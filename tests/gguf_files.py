@@ -20,8 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from realizar_torch.checkpoint.gguf import GGUFFile
 from realizar_torch.formats import FORMATS
 
 VALUE_TYPES = {
@@ -120,6 +122,26 @@ def plain(tensor: torch.Tensor) -> Tensor:
     """A float32, float16 or bfloat16 tensor as an entry for :func:`write_gguf`."""
     names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     return names[tensor.dtype], tuple(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def packed(name: str, *shape: int, seed: int = 0) -> Tensor:
+    """A tensor of random bytes in a packed format, as an entry for :func:`write_gguf`."""
+    fmt = FORMATS[name]
+    count = int(np.prod(shape[:-1], dtype=int)) * fmt.row_bytes(shape[-1])
+    return name, shape, np.random.default_rng(seed).bytes(count)
+
+
+def assert_tensors(file: GGUFFile, tensors: Mapping[str, Tensor]) -> None:
+    """The file holds exactly these tensors, in this order, and reads their bytes, shapes and formats."""
+    assert list(file.tensors) == list(tensors)
+    for name, (fmt, shape, data) in tensors.items():
+        info, tensor = file.tensors[name], file.read(name)
+        assert (info.name, info.fmt.name, info.shape, info.nbytes) == (name, fmt, shape, len(data))
+        last = info.fmt.row_bytes(shape[-1]) if info.fmt.packed else shape[-1]
+        assert tuple(tensor.shape) == (*shape[:-1], last)
+        assert tensor.view(torch.uint8).numpy().tobytes() == data
+        start = file.shards[info.shard].read_bytes()[info.offset : info.offset + info.nbytes]
+        assert start == data
 
 
 def string(text: str | bytes) -> bytes:
