@@ -1,11 +1,12 @@
 """One block decoder per packed format: bytes → packed 8-bit quants with their scales.
 
 Every decoder reads one *unit* of a block: 16-byte runs that one thread loads whole. A unit yields P *planes*; a
-plane is 16 consecutive weights as four words of four bytes, with one fp32 scale (and minimum) for all 16:
+plane is 16 consecutive weights as four words of four bytes, and all 16 share one scale:
 
-    w = scale * (q - zero) - minimum        group of 16 = (u // H) * H * P + H * p + u % H   (unit u, plane p)
+    w = d * s * (q / lift - zero) - dmin * m        d, dmin fp32; s, m small integers (1 where a format has none)
 
-All products are exact in fp32, so fused and separate rounding agree with ggml bit for bit. A field of block b lies at
+Plane p of unit u holds group (u // H) * H * P + H * p + u % H of the block's groups of 16. All products are exact in
+fp32, so fused and separate rounding agree with ggml bit for bit. A field of block b lies at
 ``row + b * block_bytes + offset`` (layout "ggml") or ``row + blocks * offset + b * field_bytes`` ("planar").
 """
 
@@ -14,56 +15,72 @@ import math
 import triton
 import triton.language as tl
 
-from realizar_torch.formats import get_packed_format
+from realizar_torch.formats import PACKED_FORMATS, get_packed_format
 from realizar_torch.triton_kernels.primitives import (
     load_half,
-    load_scalar,
     load_word,
     load_words,
     split_words,
 )
 
-# fmt: (units per block, planes per unit, units per 32-weight run, zero point)
-_SHAPES = {
-    "Q4_0": (1, 2, 1, 8),
-    "Q4_1": (1, 2, 1, 0),
-    "Q5_0": (1, 2, 1, 16),
-    "Q5_1": (1, 2, 1, 0),
-    "Q8_0": (2, 1, 2, 0),
-    "Q2_K": (4, 4, 2, 0),
-    "Q3_K": (4, 4, 2, 4),
-    "Q4_K": (8, 2, 2, 0),
-    "Q5_K": (8, 2, 2, 0),
-    "Q6_K": (4, 4, 2, 32),
-}
-_WITH_MINIMUM = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
+# Tables are constexpr so that Triton's caches key on their content.
+# fmt: (units per block, planes per unit, units per 32-weight run, zero point, bits that plane p + 1 lies above p:
+# masking quants in place, without shifting them down, saves an instruction per word)
+_SHAPES = tl.constexpr(
+    {
+        "Q4_0": (1, 2, 1, 8, 4),
+        "Q4_1": (1, 2, 1, 0, 4),
+        "Q5_0": (1, 2, 1, 16, 0),
+        "Q5_1": (1, 2, 1, 0, 0),
+        "Q8_0": (2, 1, 2, 0, 0),
+        "Q2_K": (4, 4, 2, 0, 2),
+        "Q3_K": (4, 4, 2, 4, 0),
+        "Q4_K": (8, 2, 2, 0, 4),
+        "Q5_K": (8, 2, 2, 0, 0),
+        "Q6_K": (4, 4, 2, 32, 0),
+    }
+)
+_SIZES = tl.constexpr({fmt.name: (fmt.block_size, fmt.block_bytes) for fmt in PACKED_FORMATS})
+_FIELDS = tl.constexpr(
+    {(fmt.name, f.name): (fmt.offset(f.name), f.nbytes) for fmt in PACKED_FORMATS for f in fmt.fields}
+)
 # Their 16-byte header is read in one load, which needs it in one piece.
 GGML_ONLY = ("Q4_K", "Q5_K")
 
 
 @triton.constexpr_function
 def units(fmt):
-    return _SHAPES[fmt][0]
+    return _SHAPES.value[fmt][0]
 
 
 @triton.constexpr_function
 def planes(fmt):
-    return _SHAPES[fmt][1]
+    return _SHAPES.value[fmt][1]
 
 
 @triton.constexpr_function
 def run_units(fmt):
-    return _SHAPES[fmt][2]
+    return _SHAPES.value[fmt][2]
 
 
 @triton.constexpr_function
 def zero_point(fmt):
-    return _SHAPES[fmt][3]
+    return _SHAPES.value[fmt][3]
+
+
+@triton.constexpr_function
+def lift(fmt, plane):
+    return 1 << (plane * _SHAPES.value[fmt][4])
+
+
+@triton.constexpr_function
+def has_sub_scales(fmt):
+    return fmt.endswith("_K")
 
 
 @triton.constexpr_function
 def has_minimum(fmt):
-    return fmt in _WITH_MINIMUM
+    return (fmt, "m") in _FIELDS.value or (fmt, "dmin") in _FIELDS.value
 
 
 @triton.constexpr_function
@@ -73,22 +90,22 @@ def signed_quants(fmt):
 
 @triton.constexpr_function
 def block_size(fmt):
-    return get_packed_format(fmt).block_size
+    return _SIZES.value[fmt][0]
 
 
 @triton.constexpr_function
 def block_bytes(fmt):
-    return get_packed_format(fmt).block_bytes
+    return _SIZES.value[fmt][1]
 
 
 @triton.constexpr_function
 def offset(fmt, field):
-    return get_packed_format(fmt).offset(field)
+    return _FIELDS.value[fmt, field][0]
 
 
 @triton.constexpr_function
 def field_bytes(fmt, field):
-    return next(f.nbytes for f in get_packed_format(fmt).fields if f.name == field)
+    return _FIELDS.value[fmt, field][1]
 
 
 def alignment(fmt: str, layout: str, pointer: int, row_stride: int, blocks: int) -> int:
@@ -108,7 +125,8 @@ def field(row, block, blocks, FMT: tl.constexpr, NAME: tl.constexpr, PLANAR: tl.
     """Byte address of a field of ``block`` in the row that starts at ``row``."""
     if PLANAR:
         return row + (blocks * offset(FMT, NAME) + block * field_bytes(FMT, NAME))
-    return row + (block * block_bytes(FMT) + offset(FMT, NAME))
+    else:
+        return row + (block * block_bytes(FMT) + offset(FMT, NAME))
 
 
 @triton.jit
@@ -120,10 +138,11 @@ def group_of(unit, plane, FMT: tl.constexpr):
 
 @triton.jit
 def decode_unit(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
-    """Planes of one unit: (words, scales, minimums), tuples of P tensors (minimums empty where a format has none).
+    """One unit: (words, s, m, d, dmin); words, s and m are tuples of P tensors, s and m empty where all are 1.
 
-    ``row`` uint8 pointers, ``block`` and ``unit`` int32, broadcastable to ``[rows, blocks, units]``; words are
-    ``[rows, blocks, units, 4]`` int32. Masked lanes decode to scale 0.
+    ``row`` uint8 pointers, ``block`` and ``unit`` int32, broadcastable to ``[units, blocks, rows]``; words are
+    ``[units, blocks, rows, 4]`` int32, s and m int32, d and dmin fp32 ``[units, blocks, rows]``. Without a minimum
+    dmin is d. Masked lanes read zero bytes.
     """
     if FMT == "Q4_0" or FMT == "Q4_1" or FMT == "Q5_0" or FMT == "Q5_1":
         return _legacy(row, block, unit, blocks, mask, FMT, PLANAR, ALIGN)
@@ -146,11 +165,13 @@ def _legacy(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.conste
 
     Bit i of qh is the fifth bit of weight i.
     """
-    block = block + 0 * unit
+    block = block + unit // units(FMT)
     quants = load_words(field(row, block, blocks, FMT, "qs", PLANAR), mask, ALIGN)
     low = quants & 0x0F0F0F0F
-    high = (quants >> 4) & 0x0F0F0F0F
-    if FMT == "Q5_0" or FMT == "Q5_1":
+    if FMT == "Q4_0" or FMT == "Q4_1":
+        high = quants & -0x0F0F0F10
+    else:
+        high = (quants >> 4) & 0x0F0F0F0F
         bits = tl.expand_dims(load_word(field(row, block, blocks, FMT, "qh", PLANAR), mask, ALIGN), -1)
         nibble = 4 * tl.arange(0, 4)
         # The product spreads bits 0..3 to bit 0 of bytes 0..3.
@@ -158,17 +179,18 @@ def _legacy(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.conste
         high |= ((((bits >> (nibble + 16)) & 0xF) * 0x00204081) & 0x01010101) << 4
     d = load_half(field(row, block, blocks, FMT, "d", PLANAR), mask)
     if has_minimum(FMT):
-        m = -load_half(field(row, block, blocks, FMT, "m", PLANAR), mask)
-        return (low, high), (d, d), (m, m)
-    return (low, high), (d, d), ()
+        dmin = -load_half(field(row, block, blocks, FMT, "m", PLANAR), mask)
+    else:
+        dmin = d
+    return (low, high), (), (), d, dmin
 
 
 @triton.jit
 def _q8_0(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
     """w = d*q. Bytes: d f16, 32 int8; unit u holds weights 16u to 16u+15."""
     quants = load_words(field(row, block, blocks, FMT, "qs", PLANAR) + 16 * unit, mask, ALIGN)
-    d = load_half(field(row, block + 0 * unit, blocks, FMT, "d", PLANAR), mask)
-    return (quants,), (d,), ()
+    d = load_half(field(row, block + unit // units(FMT), blocks, FMT, "d", PLANAR), mask)
+    return (quants,), (), (), d, d
 
 
 @triton.jit
@@ -178,27 +200,12 @@ def _q2_k(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexp
     scales = field(row, block, blocks, FMT, "scales", PLANAR) + (unit // 2) * 8
     first = load_word(scales, mask, ALIGN) >> ((unit % 2) * 8)
     second = load_word(scales + 4, mask, ALIGN) >> ((unit % 2) * 8)
-    d = load_half(field(row, block + 0 * unit, blocks, FMT, "d", PLANAR), mask)
-    dmin = load_half(field(row, block + 0 * unit, blocks, FMT, "dmin", PLANAR), mask)
-    words = (
-        quants & 0x03030303,
-        (quants >> 2) & 0x03030303,
-        (quants >> 4) & 0x03030303,
-        (quants >> 6) & 0x03030303,
-    )
-    scale = (
-        d * (first & 15).to(tl.float32),
-        d * ((first >> 16) & 15).to(tl.float32),
-        d * (second & 15).to(tl.float32),
-        d * ((second >> 16) & 15).to(tl.float32),
-    )
-    minimum = (
-        dmin * ((first >> 4) & 15).to(tl.float32),
-        dmin * ((first >> 20) & 15).to(tl.float32),
-        dmin * ((second >> 4) & 15).to(tl.float32),
-        dmin * ((second >> 20) & 15).to(tl.float32),
-    )
-    return words, scale, minimum
+    d = load_half(field(row, block + unit // units(FMT), blocks, FMT, "d", PLANAR), mask)
+    dmin = load_half(field(row, block + unit // units(FMT), blocks, FMT, "dmin", PLANAR), mask)
+    words = (quants & 0x03030303, quants & 0x0C0C0C0C, quants & 0x30303030, quants & -0x3F3F3F40)
+    scales = (first & 15, (first >> 16) & 15, second & 15, (second >> 16) & 15)
+    minimums = ((first >> 4) & 15, (first >> 20) & 15, (second >> 4) & 15, (second >> 20) & 15)
+    return words, scales, minimums, d, dmin
 
 
 @triton.jit
@@ -212,8 +219,8 @@ def _q3_k(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexp
     quants = load_words(field(row, block, blocks, FMT, "qs", PLANAR) + 16 * unit, mask, ALIGN)
     bits = load_words(field(row, block, blocks, FMT, "hmask", PLANAR) + 16 * h, mask, ALIGN)
     bits = bits >> tl.expand_dims(4 * n, -1)
-    scales = field(row, block + 0 * unit, blocks, FMT, "scales", PLANAR)
-    d = load_half(field(row, block + 0 * unit, blocks, FMT, "d", PLANAR), mask)
+    scales = field(row, block + unit // units(FMT), blocks, FMT, "scales", PLANAR)
+    d = load_half(field(row, block + unit // units(FMT), blocks, FMT, "d", PLANAR), mask)
     # groups 8n+h, 8n+2+h from word 0 and 8n+4+h, 8n+6+h from word 1; all four share word 2.
     first = load_word(scales, mask, ALIGN) >> (8 * h + 4 * n)
     second = load_word(scales + 4, mask, ALIGN) >> (8 * h + 4 * n)
@@ -224,13 +231,13 @@ def _q3_k(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexp
         ((quants >> 4) & 0x03030303) | (bits & 0x04040404),
         ((quants >> 6) & 0x03030303) | ((bits >> 1) & 0x04040404),
     )
-    scale = (
-        d * (((first & 15) | ((third & 3) << 4)) - 32).to(tl.float32),
-        d * ((((first >> 16) & 15) | (((third >> 16) & 3) << 4)) - 32).to(tl.float32),
-        d * (((second & 15) | (((third >> 2) & 3) << 4)) - 32).to(tl.float32),
-        d * ((((second >> 16) & 15) | (((third >> 18) & 3) << 4)) - 32).to(tl.float32),
+    scales = (
+        ((first & 15) | ((third & 3) << 4)) - 32,
+        (((first >> 16) & 15) | (((third >> 16) & 3) << 4)) - 32,
+        ((second & 15) | (((third >> 2) & 3) << 4)) - 32,
+        (((second >> 16) & 15) | (((third >> 18) & 3) << 4)) - 32,
     )
-    return words, scale, ()
+    return words, scales, (), d, d
 
 
 @triton.jit
@@ -243,27 +250,29 @@ def _q45_k(row, block, unit, blocks, mask, FMT: tl.constexpr, ALIGN: tl.constexp
     """
     c = unit // 2
     header, a, b, e = split_words(
-        load_words(field(row, block + 0 * unit, blocks, FMT, "d", False), mask, ALIGN)
+        load_words(field(row, block + unit // units(FMT), blocks, FMT, "d", False), mask, ALIGN)
     )
     quants = load_words(field(row, block, blocks, FMT, "qs", False) + 16 * unit, mask, ALIGN)
     low = quants & 0x0F0F0F0F
-    high = (quants >> 4) & 0x0F0F0F0F
     if FMT == "Q5_K":
         bits = load_words(field(row, block, blocks, FMT, "qh", False) + 16 * (unit % 2), mask, ALIGN)
-        bits = bits >> tl.expand_dims(2 * c, -1)
+        bits = bits >> (2 * c)[:, :, :, None]
         low |= (bits & 0x01010101) << 4
-        high |= (bits & 0x02020202) << 3
+        high = ((quants >> 4) & 0x0F0F0F0F) | ((bits & 0x02020202) << 3)
+    else:
+        high = quants & -0x0F0F0F10
+    # Two neighbouring sub-blocks at once; where the upper half of the block has two parts, the lower has a zero mask.
+    upper = c >= 2
     shift = (c % 2) * 16
-    a = a >> shift
-    b = b >> shift
-    e = e >> shift
-    scales = tl.where(c < 2, a & 0x3F3F, (e & 0x0F0F) | ((a >> 2) & 0x3030))
-    minimums = tl.where(c < 2, b & 0x3F3F, ((e >> 4) & 0x0F0F) | ((b >> 2) & 0x3030))
+    mask_low = tl.where(upper, 0x0F0F, 0x3F3F)
+    mask_top = tl.where(upper, 0x3030, 0)
+    scales = (tl.where(upper, e, a) >> shift) & mask_low | ((a >> (shift + 2)) & mask_top)
+    minimums = (tl.where(upper, e, b) >> tl.where(upper, shift + 4, shift)) & mask_low | (
+        (b >> (shift + 2)) & mask_top
+    )
     d = (header & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     dmin = (header >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    scale = (d * (scales & 0xFF).to(tl.float32), d * (scales >> 8).to(tl.float32))
-    minimum = (dmin * (minimums & 0xFF).to(tl.float32), dmin * (minimums >> 8).to(tl.float32))
-    return (low, high), scale, minimum
+    return (low, high), (scales & 0xFF, scales >> 8), (minimums & 0xFF, minimums >> 8), d, dmin
 
 
 @triton.jit
@@ -281,33 +290,33 @@ def _q6_k(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexp
     bits = load_words(field(row, block, blocks, FMT, "qh", PLANAR) + 16 * unit, mask, ALIGN)
     scales = field(row, block, blocks, FMT, "scales", PLANAR) + 8 * n
     # bytes h and 2+h of each word, sign-extended
-    first = load_word(scales + 0 * unit, mask, ALIGN) << (8 - 8 * h)
-    second = load_word(scales + 0 * unit + 4, mask, ALIGN) << (8 - 8 * h)
-    d = load_half(field(row, block + 0 * unit, blocks, FMT, "d", PLANAR), mask)
+    first = load_word(scales + unit // units(FMT), mask, ALIGN) << (8 - 8 * h)
+    second = load_word(scales + unit // units(FMT) + 4, mask, ALIGN) << (8 - 8 * h)
+    d = load_half(field(row, block + unit // units(FMT), blocks, FMT, "d", PLANAR), mask)
     words = (
         (a & 0x0F0F0F0F) | ((bits << 4) & 0x30303030),
         (b & 0x0F0F0F0F) | ((bits << 2) & 0x30303030),
         ((a >> 4) & 0x0F0F0F0F) | (bits & 0x30303030),
         ((b >> 4) & 0x0F0F0F0F) | ((bits >> 2) & 0x30303030),
     )
-    scale = (
-        d * ((first << 16) >> 24).to(tl.float32),
-        d * (first >> 24).to(tl.float32),
-        d * ((second << 16) >> 24).to(tl.float32),
-        d * (second >> 24).to(tl.float32),
-    )
-    return words, scale, ()
+    return words, ((first << 16) >> 24, first >> 24, (second << 16) >> 24, second >> 24), (), d, d
 
 
 @triton.jit
-def word_weights(words, scale, minimum, FMT: tl.constexpr):
-    """fp32 weights of one word each: ``[..., 4]`` from words, scale (and minimum) ``[...]``."""
+def word_weights(word, s, m, d, dmin, plane: tl.constexpr, FMT: tl.constexpr):
+    """fp32 weights ``[..., 4]`` of one word of each lane; s and m as ``decode_unit`` gives them."""
     shift = 8 * tl.arange(0, 4)
-    words = tl.expand_dims(words, -1)
+    word = tl.expand_dims(word, -1)
     if signed_quants(FMT):
-        quants = (words << (24 - shift)) >> 24
+        quants = (word << (24 - shift)) >> 24
     else:
-        quants = ((words >> shift) & 0xFF) - zero_point(FMT)
+        quants = ((word >> shift) & 0xFF) - zero_point(FMT) * lift(FMT, plane)
+    scale = d * (1.0 / lift(FMT, plane))
+    minimum = dmin
+    if has_sub_scales(FMT):
+        scale = scale * s[plane].to(tl.float32)
+        if has_minimum(FMT):
+            minimum = minimum * m[plane].to(tl.float32)
     weights = tl.expand_dims(scale, -1) * quants.to(tl.float32)
     if has_minimum(FMT):
         weights = weights - tl.expand_dims(minimum, -1)

@@ -9,13 +9,12 @@ from realizar_torch.triton_kernels.decode import (
     block_size,
     decode_unit,
     group_of,
-    has_minimum,
     planes,
     units,
     word_weights,
 )
 from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, PackedRows, on_device, packed_rows, same_device
-from realizar_torch.triton_kernels.primitives import split_words
+from realizar_torch.triton_kernels.primitives import cast, split_words
 
 
 @triton.jit
@@ -34,23 +33,20 @@ def _decode_rows_kernel(
         source = tl.load(ids + i).to(tl.int64)
         known = (source >= 0) & (source < n_rows)
         source = tl.where(known, source, 0)
-    block = tl.reshape(tl.program_id(1) * CB + tl.arange(0, CB), [1, CB, 1])
-    unit = tl.reshape(tl.arange(0, units(FMT)), [1, 1, units(FMT)])
+    block = (tl.program_id(1) * CB + tl.arange(0, CB))[None, :, None]
+    unit = tl.arange(0, units(FMT))[:, None, None]
     row = weight + source * tl.multiple_of(row_stride, ALIGN)
-    words, scales, minimums = decode_unit(row, block, unit, blocks, block < blocks, FMT, PLANAR, ALIGN)
+    words, s, minimum, d, dmin = decode_unit(row, block, unit, blocks, block < blocks, FMT, PLANAR, ALIGN)
     for p in tl.static_range(planes(FMT)):
         four = split_words(words[p])
         first = block * block_size(FMT) + 16 * group_of(unit, p, FMT)
         for k in tl.static_range(4):
-            if has_minimum(FMT):
-                weights = word_weights(four[k], scales[p], minimums[p], FMT)
-            else:
-                weights = word_weights(four[k], scales[p], scales[p], FMT)
+            weights = word_weights(four[k], s, minimum, d, dmin, p, FMT)
             if HAS_IDS:
                 weights = tl.where(known, weights, float("nan"))
             column = tl.expand_dims(first + 4 * k, -1) + tl.arange(0, 4)
             target = out + i * in_features + column
-            tl.store(target, weights.to(out.dtype.element_ty), mask=column < in_features)
+            tl.store(target, cast(weights, out.dtype.element_ty), mask=column < in_features)
 
 
 def dequantize(

@@ -15,6 +15,7 @@ from realizar_torch.triton_kernels.launch import (
     same_device,
     vector,
 )
+from realizar_torch.triton_kernels.primitives import cast
 from realizar_torch.triton_kernels.row_sums import float_rows, int8_rows
 
 
@@ -32,7 +33,7 @@ def store_rows(
         at = m * out_stride + rows
         if HAS_RESIDUAL:
             value = value + tl.load(residual + at, mask=inside).to(tl.float32)
-        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at, cast(value, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -9,34 +9,38 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def load_words(pointer, mask, ALIGN: tl.constexpr):
-    """Four little-endian 32-bit words at each byte address: ``[..., 4]`` int32.
+    """Four little-endian 32-bit words at each byte address ``[a, b, c]``: ``[a, b, c, 4]`` int32.
 
-    ALIGN is a power of two that divides every address: one 16-byte load at 16, two-byte loads below 4.
+    ALIGN is a power of two that divides every address: one 16-byte load at 16, four- or two-byte loads below.
     """
-    lane = tl.arange(0, 4)
-    if ALIGN >= 4:
-        words = tl.expand_dims(pointer.to(tl.pointer_type(tl.int32)), -1) + lane
+    if ALIGN == 16:
+        words = tl.expand_dims(pointer.to(tl.pointer_type(tl.int32)), -1) + tl.arange(0, 4)
+        # what ALIGN says, in the compiler's terms
+        words = tl.multiple_of(tl.max_contiguous(words, [1, 1, 1, 4]), [1, 1, 1, 16])
         if mask is None:
-            return tl.load(words, eviction_policy="evict_first")
-        return tl.load(words, mask=tl.expand_dims(mask, -1), other=0, eviction_policy="evict_first")
-    pairs = tl.expand_dims(tl.expand_dims(pointer.to(tl.pointer_type(tl.uint16)), -1), -1)
-    pairs = pairs + 2 * tl.expand_dims(lane, -1) + tl.arange(0, 2)
-    if mask is None:
-        halves = tl.load(pairs)
+            result = tl.load(words, eviction_policy="evict_first")
+        else:
+            result = tl.load(words, mask=tl.expand_dims(mask, -1), other=0, eviction_policy="evict_first")
     else:
-        halves = tl.load(pairs, mask=tl.expand_dims(tl.expand_dims(mask, -1), -1), other=0)
-    low, high = tl.split(halves.to(tl.int32))
-    return low | (high << 16)
+        word0 = load_word(pointer, mask, ALIGN)
+        word1 = load_word(pointer + 4, mask, ALIGN)
+        word2 = load_word(pointer + 8, mask, ALIGN)
+        word3 = load_word(pointer + 12, mask, ALIGN)
+        pairs = tl.join(tl.join(word0, word2), tl.join(word1, word3))
+        result = tl.reshape(pairs, [word0.shape[0], word0.shape[1], word0.shape[2], 4])
+    return result
 
 
 @triton.jit
 def load_word(pointer, mask, ALIGN: tl.constexpr):
     """One little-endian 32-bit word at each byte address, as int32."""
     if ALIGN >= 4:
-        return load_scalar(pointer.to(tl.pointer_type(tl.int32)), mask)
-    halves = pointer.to(tl.pointer_type(tl.uint16))
-    low = load_scalar(halves, mask).to(tl.int32)
-    return low | (load_scalar(halves + 1, mask).to(tl.int32) << 16)
+        result = load_scalar(pointer.to(tl.pointer_type(tl.int32)), mask)
+    else:
+        halves = pointer.to(tl.pointer_type(tl.uint16))
+        low = load_scalar(halves, mask).to(tl.int32)
+        result = low | (load_scalar(halves + 1, mask).to(tl.int32) << 16)
+    return result
 
 
 @triton.jit
@@ -47,10 +51,16 @@ def load_half(pointer, mask):
 
 @triton.jit
 def load_scalar(pointer, mask):
-    """``tl.load`` where ``mask`` may be None; masked lanes read 0."""
+    """``tl.load`` of ``[a, b, c]`` where ``mask`` may be None; masked lanes read 0.
+
+    Hiding that neighbours are contiguous keeps the compiler from giving this load a layout of its own, which would cost
+    a trip through shared memory and a barrier per loop step.
+    """
+    pointer = tl.max_contiguous(pointer, [1, 1, 1])
     if mask is None:
         return tl.load(pointer)
-    return tl.load(pointer, mask=mask, other=0)
+    else:
+        return tl.load(pointer, mask=mask, other=0)
 
 
 @triton.jit
@@ -71,24 +81,36 @@ def dp4a(weights, activations, total, SIGNED: tl.constexpr):
             if SIGNED:
                 byte = (byte << 24) >> 24
             total = total + byte * ((activations << (24 - 8 * i)) >> 24)
-        return total
-    if SIGNED:
-        return tl.inline_asm_elementwise(
+    elif SIGNED:
+        total = tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [weights, activations, total], tl.int32, True, 1
         )
-    return tl.inline_asm_elementwise(
-        "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [weights, activations, total], tl.int32, True, 1
-    )
+    else:
+        total = tl.inline_asm_elementwise(
+            "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [weights, activations, total], tl.int32, True, 1
+        )
+    return total
 
 
 @triton.jit
 def round_half_even(x):
     """Nearest integer of an fp32 value with |x| < 2^22, ties to even, as int32."""
-    magic = 12582912.0
     if INTERPRETED:
         floor = tl.floor(x)
         fraction = x - floor
         odd = (floor.to(tl.int32) & 1) == 1
         up = (fraction > 0.5) | ((fraction == 0.5) & odd)
-        return floor.to(tl.int32) + up.to(tl.int32)
-    return tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], tl.int32, True, 1)
+        nearest = floor.to(tl.int32) + up.to(tl.int32)
+    else:
+        nearest = tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], tl.int32, True, 1)
+    return nearest
+
+
+@triton.jit
+def cast(value, DTYPE: tl.constexpr):
+    """An fp32 value rounded to nearest even in DTYPE (the interpreter would truncate to bf16)."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = value.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        value = tl.where(value == value, rounded.to(tl.float32, bitcast=True), value)
+    return value.to(DTYPE)

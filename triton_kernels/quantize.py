@@ -6,15 +6,10 @@ import triton.language as tl
 
 from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, float_rows_of, on_device, same_device, vector
-from realizar_torch.triton_kernels.primitives import round_half_even
+from realizar_torch.triton_kernels.primitives import cast, round_half_even
 
 NORMALIZATIONS = ("rmsnorm", "layernorm")
 Int8Activations = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@triton.jit
-def _larger_or_nan(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -24,13 +19,15 @@ def store_int8(values, block, columns, row, width, q, scale, sums):
     scale = amax/127, q = round_half_even(x * (1/scale)), sums = scale * Σ16 q; a NaN or infinity makes scale NaN, and
     a block whose 1/scale overflows becomes zeros.
     """
-    largest = tl.reduce(tl.reduce(tl.abs(values), 2, _larger_or_nan), 1, _larger_or_nan)
+    # Bit patterns of |x| order like the values, and NaN lies above infinity, so a maximum of bits keeps NaN.
+    bits = tl.max(tl.max(tl.abs(values).to(tl.int32, bitcast=True), 2), 1)
+    largest = bits.to(tl.float32, bitcast=True)
     step = tl.where(
         largest < float("inf"), tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32)), float("nan")
     )
     inverse = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
     inverse = tl.where(inverse < float("inf"), inverse, 0.0)
-    inverse = tl.reshape(inverse, [inverse.shape[0], 1, 1])
+    inverse = inverse[:, None, None]
     quants = tl.where(inverse > 0, round_half_even(tl.where(inverse > 0, values * inverse, 0.0)), 0)
     quants = tl.minimum(tl.maximum(quants, -127), 127)
     halves = tl.sum(quants, 2).to(tl.float32) * tl.expand_dims(step, 1)
@@ -53,14 +50,16 @@ def _prepare_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * B + tl.arange(0, B)
-    columns = tl.reshape(block * 32, [B, 1, 1]) + tl.reshape(tl.arange(0, 32), [1, 2, 16])
+    columns = (
+        (block * 32)[:, None, None] + (16 * tl.arange(0, 2))[None, :, None] + tl.arange(0, 16)[None, None, :]
+    )
     inside = columns < in_features
     at = row * in_features + columns
     values = tl.load(x + at, mask=inside, other=0).to(tl.float32)
     if HAS_RESIDUAL:
         values = values + tl.load(residual + at, mask=inside, other=0).to(tl.float32)
         # the norm sees what the next layer will read back
-        rounded = values.to(total.dtype.element_ty)
+        rounded = cast(values, total.dtype.element_ty)
         tl.store(total + at, rounded, mask=inside)
         values = rounded.to(tl.float32)
     if NORM != "none":
@@ -78,7 +77,7 @@ def _prepare_kernel(
     if INT8:
         store_int8(values, block, columns, row, width, q, scale, sums)
     else:
-        tl.store(normed + at, values.to(normed.dtype.element_ty), mask=inside)
+        tl.store(normed + at, cast(values, normed.dtype.element_ty), mask=inside)
 
 
 def empty_int8(rows: int, width: int, device: torch.device) -> Int8Activations:

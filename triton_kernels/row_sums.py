@@ -8,13 +8,15 @@ from realizar_torch.triton_kernels.decode import (
     decode_unit,
     group_of,
     has_minimum,
+    has_sub_scales,
+    lift,
     planes,
     signed_quants,
     units,
     word_weights,
     zero_point,
 )
-from realizar_torch.triton_kernels.primitives import dp4a, split_words
+from realizar_torch.triton_kernels.primitives import dp4a, load_scalar, split_words
 
 
 @triton.jit
@@ -22,24 +24,37 @@ def zeros(M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr, U: tl.constexpr):
     """A tuple of M accumulators, one per activation vector (in registers, never indexed at run time)."""
     total = ()
     for _ in tl.static_range(M):
-        total = total + (tl.zeros([BN, CB, U], tl.float32),)
+        total = total + (tl.zeros([U, CB, BN], tl.float32),)
     return total
 
 
 @triton.jit
 def row_pointers(weight, row_stride, rows, n_rows, BN: tl.constexpr):
-    """Byte pointers ``[BN, 1, 1]`` of ``rows``; rows past the end read the last one, and are not stored."""
+    """Byte pointers ``[1, 1, BN]`` of ``rows``; rows past the end read the last one, and are not stored."""
     rows = tl.minimum(rows, n_rows - 1).to(tl.int64)
-    return tl.reshape(weight + rows * row_stride, [BN, 1, 1])
+    return (weight + rows * row_stride)[None, None, :]
 
 
 @triton.jit
-def block_mask(block, blocks, WHOLE: tl.constexpr):
-    """None when every tile of blocks is full, else which blocks exist."""
-    if WHOLE:
-        return None
+def replace(items, index: tl.constexpr, value, count: tl.constexpr):
+    """The tuple ``items`` with one element exchanged."""
+    result = ()
+    for i in tl.static_range(count):
+        if i == index:
+            result = result + (value,)
+        else:
+            result = result + (items[i],)
+    return result
+
+
+@triton.jit
+def load_activations(pointer, mask):
+    """Four consecutive words of int8 activations: ``[units, blocks, 1, 4]``."""
+    words = tl.expand_dims(pointer, -1) + tl.arange(0, 4)
+    if mask is None:
+        return tl.load(words)
     else:
-        return block < blocks
+        return tl.load(words, mask=tl.expand_dims(mask, -1), other=0)
 
 
 @triton.jit
@@ -49,40 +64,43 @@ def int8_step(
 ):  # fmt: skip
     """``total`` plus CB blocks of every row times the int8 activations.
 
-    One plane of 16 weights adds  scale * (xscale * Σ q·xq) - (scale * zero + minimum) * xsums[group].
+    One plane of 16 weights adds  d * s * (xscale / lift * Σ q·xq - zero * xsums) - dmin * m * xsums.
     xq ``[M, blocks * block_size / 4]`` int32 words, xscale one per 32, xsums one per 16.
     """
     GROUPS: tl.constexpr = block_size(FMT) // 16
-    unit = tl.reshape(tl.arange(0, units(FMT)), [1, 1, units(FMT)])
-    words, scales, minimums = decode_unit(row, block, unit, blocks, mask, FMT, PLANAR, ALIGN)
-    for p in tl.static_range(planes(FMT)):
-        w0, w1, w2, w3 = split_words(words[p])
-        group = block * GROUPS + group_of(unit, p, FMT)
-        offset = scales[p] * zero_point(FMT)
-        if has_minimum(FMT):
-            offset = minimums[p]
-        updated = ()
-        for m in tl.static_range(M):
-            at = m * (blocks * GROUPS) + group
-            pointer = tl.expand_dims(xq + at * 4, -1) + tl.arange(0, 4)
-            if mask is None:
-                x0, x1, x2, x3 = split_words(tl.load(pointer))
-                xs = tl.load(xscale + at // 2)
-            else:
-                x0, x1, x2, x3 = split_words(tl.load(pointer, mask=tl.expand_dims(mask, -1), other=0))
-                xs = tl.load(xscale + at // 2, mask=mask, other=0)
+    unit = tl.arange(0, units(FMT))[:, None, None]
+    words, s, minimum, d, dmin = decode_unit(row, block, unit, blocks, mask, FMT, PLANAR, ALIGN)
+    for m in tl.static_range(M):
+        scaled = tl.zeros_like(d)
+        shifted = tl.zeros_like(d)
+        for p in tl.static_range(planes(FMT)):
+            at = block * GROUPS + group_of(unit, p, FMT) + m * (blocks * GROUPS)
+            w0, w1, w2, w3 = split_words(words[p])
+            x0, x1, x2, x3 = split_words(load_activations(xq + at * 4, mask))
             dot = dp4a(w0, x0, tl.zeros_like(w0), signed_quants(FMT))
             dot = dp4a(w1, x1, dot, signed_quants(FMT))
             dot = dp4a(w2, x2, dot, signed_quants(FMT))
             dot = dp4a(w3, x3, dot, signed_quants(FMT))
-            term = total[m] + scales[p] * (dot.to(tl.float32) * xs)
-            if has_minimum(FMT) or zero_point(FMT) != 0:
-                if mask is None:
-                    term = term - offset * tl.load(xsums + at)
+            xs = load_scalar(xscale + at // 2, mask) * (1.0 / lift(FMT, p))
+            if zero_point(FMT) != 0:
+                term = dot.to(tl.float32) * xs - load_scalar(xsums + at, mask) * zero_point(FMT)
+                if has_sub_scales(FMT):
+                    term = s[p].to(tl.float32) * term
+                scaled += term
+            elif has_sub_scales(FMT):
+                # below 2^24 in magnitude, so exact in fp32
+                scaled += (dot * s[p]).to(tl.float32) * xs
+            else:
+                scaled += dot.to(tl.float32) * xs
+            if has_minimum(FMT):
+                if has_sub_scales(FMT):
+                    shifted += minimum[p].to(tl.float32) * load_scalar(xsums + at, mask)
                 else:
-                    term = term - offset * tl.load(xsums + at, mask=mask, other=0)
-            updated = updated + (term,)
-        total = updated
+                    shifted += load_scalar(xsums + at, mask)
+        updated = total[m] + d * scaled
+        if has_minimum(FMT):
+            updated -= dmin * shifted
+        total = replace(total, m, updated, M)
     return total
 
 
@@ -96,8 +114,11 @@ def int8_rows(
     row = row_pointers(weight, tl.multiple_of(row_stride, ALIGN), rows, n_rows, BN)
     total = zeros(M, BN, CB, units(FMT))
     for first in range(0, blocks, CB):
-        block = tl.reshape(first + tl.arange(0, CB), [1, CB, 1])
-        mask = block_mask(block, blocks, WHOLE)
+        block = (first + tl.arange(0, CB))[None, :, None]
+        if WHOLE:
+            mask = None
+        else:
+            mask = block < blocks
         total = int8_step(total, row, block, blocks, mask, xq, xscale, xsums, FMT, PLANAR, ALIGN, M)
     return reduce_rows(total, M, BN)
 
@@ -108,7 +129,7 @@ def reduce_rows(total, M: tl.constexpr, BN: tl.constexpr):
     sums = ()
     for m in tl.static_range(M):
         part = total[m]
-        sums = sums + (tl.sum(tl.reshape(part, [BN, part.shape[1] * part.shape[2]]), 1),)
+        sums = sums + (tl.sum(tl.reshape(part, [part.shape[0] * part.shape[1], BN]), 0),)
     return sums
 
 
@@ -121,16 +142,13 @@ def float_step(
 
     RAGGED: in_features ends inside a block; activations past it count as 0.
     """
-    unit = tl.reshape(tl.arange(0, units(FMT)), [1, 1, units(FMT)])
-    words, scales, minimums = decode_unit(row, block, unit, blocks, mask, FMT, PLANAR, ALIGN)
+    unit = tl.arange(0, units(FMT))[:, None, None]
+    words, s, minimum, d, dmin = decode_unit(row, block, unit, blocks, mask, FMT, PLANAR, ALIGN)
     for p in tl.static_range(planes(FMT)):
         four = split_words(words[p])
         first = block * block_size(FMT) + 16 * group_of(unit, p, FMT)
         for i in tl.static_range(4):
-            if has_minimum(FMT):
-                weights = word_weights(four[i], scales[p], minimums[p], FMT)
-            else:
-                weights = word_weights(four[i], scales[p], scales[p], FMT)
+            weights = word_weights(four[i], s, minimum, d, dmin, p, FMT)
             column = tl.expand_dims(first + 4 * i, -1) + tl.arange(0, 4)
             updated = ()
             for m in tl.static_range(M):
@@ -156,7 +174,10 @@ def float_rows(
     row = row_pointers(weight, tl.multiple_of(row_stride, ALIGN), rows, n_rows, BN)
     total = zeros(M, BN, CB, units(FMT))
     for first in range(0, blocks, CB):
-        block = tl.reshape(first + tl.arange(0, CB), [1, CB, 1])
-        mask = block_mask(block, blocks, WHOLE)
+        block = (first + tl.arange(0, CB))[None, :, None]
+        if WHOLE:
+            mask = None
+        else:
+            mask = block < blocks
         total = float_step(total, row, block, blocks, mask, x, in_features, FMT, PLANAR, ALIGN, M, RAGGED)
     return reduce_rows(total, M, BN)
