@@ -1,0 +1,149 @@
+"""The command line ``realizar-torch``: arguments, and how errors and interrupts end. Each verb lives in its
+own file.
+
+Nothing here imports torch, so that --help and a mistyped option answer at once.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from realizar_torch import __version__
+from realizar_torch.cli_session import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PROBLEMS
+from realizar_torch.errors import RealizarError
+
+_MODEL_HELP = (
+    "a GGUF file, a directory with one, or OWNER/NAME:QUANT on the Hugging Face Hub (default: a demo model)"
+)
+# verb -> module and function that run it
+_VERBS = {
+    "generate": ("realizar_torch.cli_answer", "generate"),
+    "chat": ("realizar_torch.cli_answer", "chat"),
+    "info": ("realizar_torch.cli_inspect", "info"),
+    "check": ("realizar_torch.cli_inspect", "check"),
+    "bench": ("realizar_torch.cli_measure", "bench"),
+    "perplexity": ("realizar_torch.cli_measure", "perplexity"),
+    "doctor": ("realizar_torch.diagnosis", "run"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit code: 0, 1 (``check`` or ``doctor`` found problems), 2 (an error),
+    130."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    module, function = _VERBS[args.verb]
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _print_warning
+            code = getattr(importlib.import_module(module), function)(args)
+        sys.stdout.flush()
+        return code
+    except RealizarError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # the reader of our output is gone; without this the interpreter complains once more while closing
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PROBLEMS
+
+
+def _print_warning(message: Warning | str, *_: object) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("realizar-torch", description="Run GGUF models with PyTorch.")
+    parser.add_argument("--version", action="version", version=f"realizar-torch {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    generate = verbs.add_parser("generate", help="continue a prompt, or answer it with --chat")
+    generate.add_argument("prompt", nargs="?", help="the text; without it, standard input is read")
+    generate.add_argument(
+        "--chat", action="store_true", help="ask the prompt through the file's chat template"
+    )
+    _add_answer_options(generate, usual_count=128, temperature=0.0)
+
+    chat = verbs.add_parser(
+        "chat", help="talk to the model; /reset forgets, /exit ends, Ctrl-C stops an answer"
+    )
+    _add_answer_options(chat, usual_count=512, temperature=0.7)
+
+    info = verbs.add_parser("info", help="metadata, tensors by format, memory")
+    check = verbs.add_parser("check", help="tell whether the file would load, naming every problem")
+    for verb in (info, check):
+        verb.add_argument("model", nargs="?", help=_MODEL_HELP)
+        verb.add_argument("--json", action="store_true", help="print JSON")
+
+    bench = verbs.add_parser(
+        "bench", help="speed of prompt processing and generation, in rows as llama-bench has"
+    )
+    bench.add_argument(
+        "-p", "--n-prompt", type=_count, default=512, help="tokens of the prompt test, 0: none"
+    )
+    bench.add_argument(
+        "-n", "--n-gen", type=_count, default=128, help="tokens of the generation test, 0: none"
+    )
+    bench.add_argument("-r", "--repetitions", type=_positive, default=5)
+    _add_model_options(bench)
+
+    perplexity = verbs.add_parser(
+        "perplexity", help="perplexity of a text, measured as llama-perplexity does"
+    )
+    perplexity.add_argument("file", help="a UTF-8 text file")
+    perplexity.add_argument("-c", "--context", type=_positive, default=512, help="tokens of a chunk")
+    perplexity.add_argument("--chunks", type=_positive, help="how many chunks to score (default: all)")
+    _add_model_options(perplexity)
+
+    doctor = verbs.add_parser("doctor", help="back ends, versions, threads, and a check of the kernels here")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-m", "--model", help=_MODEL_HELP)
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 … (default: cuda if there is one)")
+    parser.add_argument("--activations", choices=("int8", "float"), default="int8", help="default: int8")
+    parser.add_argument(
+        "--max-seq-len", type=_positive, help="positions of the KV cache (default: up to 4096)"
+    )
+    parser.add_argument("-t", "--threads", type=_positive, help="CPU threads (default: torch's)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_answer_options(parser: argparse.ArgumentParser, *, usual_count: int, temperature: float) -> None:
+    _add_model_options(parser)
+    add = parser.add_argument
+    add("-n", "--max-new-tokens", type=_count, help=f"default: {usual_count}, or what the cache still holds")
+    add("--system", help="a system message for the chat template")
+    add("--temperature", type=float, default=temperature, help=f"0: greedy; default: {temperature:g}")
+    add("--top-k", type=int, default=0, help="sample among the K likeliest tokens; 0: off")
+    add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens that hold P; 1: off")
+    add("--min-p", type=float, default=0.0, help="drop tokens less likely than P times the likeliest; 0: off")
+    add("--repetition-penalty", type=float, default=1.0, help="above 1: avoid tokens seen before")
+    add("--seed", type=int, help="makes sampling repeatable")
+    add("--stop", action="append", metavar="TEXT", help="end the answer before TEXT; may be given repeatedly")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

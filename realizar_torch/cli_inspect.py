@@ -1,0 +1,145 @@
+"""The verbs ``info`` and ``check``: what a file holds, and everything that would keep it from loading."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from realizar_torch.checkpoint.gguf import GGUFFile, open_gguf
+from realizar_torch.checkpoint.tokenizer import Tokenizer
+from realizar_torch.cli_session import EXIT_PROBLEMS, locate_model
+from realizar_torch.errors import RealizarError
+from realizar_torch.generation.causal_lm import DEFAULT_MAX_SEQ_LEN
+from realizar_torch.models.config import ModelConfig
+from realizar_torch.models.loading import tensor_problems
+
+_LONGEST_VALUE = 100
+_MIB = 1 << 20
+
+
+def info(args: argparse.Namespace) -> int:
+    """Prints metadata, tensors by format and memory."""
+    file = open_gguf(locate_model(args.model))
+    record = describe(file)
+    if args.json:
+        print(json.dumps(record, ensure_ascii=False))
+        return 0
+    print(
+        f"{file.path}: {record['architecture']}, {record['parameters'] / 1e6:.2f} M parameters, "
+        f"{record['file_bytes'] / _MIB:.2f} MiB in {len(file.shards)} file(s)"
+    )
+    print("\nmetadata")
+    width = max(map(len, record["metadata"]), default=0)
+    for key, value in record["metadata"].items():
+        print(f"  {key:{width}}  {_shown(value)}")
+    print("\ntensors by format")
+    print("  format   tensors    parameters         MiB   bits/weight")
+    for row in record["formats"]:
+        print(
+            f"  {row['format']:7}  {row['tensors']:7}  {row['parameters']:12}  {row['bytes'] / _MIB:10.2f}"
+            f"   {row['bits_per_weight']:11.2f}"
+        )
+    print("\nmemory")
+    print(f"  weights  {record['memory']['weights'] / _MIB:10.2f} MiB")
+    if record["memory"]["kv_cache"] is not None:
+        positions = record["memory"]["kv_cache_positions"]
+        print(f"  KV cache {record['memory']['kv_cache'] / _MIB:10.2f} MiB for {positions} positions in fp32")
+    return 0
+
+
+def describe(file: GGUFFile) -> dict[str, Any]:
+    """All that ``info`` tells, as JSON-ready values; arrays of the metadata as their length only."""
+    formats: dict[str, dict[str, Any]] = {}
+    for tensor in file.tensors.values():
+        row = formats.setdefault(
+            tensor.fmt.name,
+            {
+                "format": tensor.fmt.name,
+                "tensors": 0,
+                "parameters": 0,
+                "bytes": 0,
+                "bits_per_weight": tensor.fmt.bits_per_weight,
+            },
+        )
+        row["tensors"] += 1
+        row["parameters"] += _count(tensor.shape)
+        row["bytes"] += tensor.nbytes
+    return {
+        "file": str(file.path),
+        "file_bytes": sum(shard.stat().st_size for shard in file.shards),
+        "shards": len(file.shards),
+        "architecture": file.metadata.get("general.architecture"),
+        "parameters": sum(row["parameters"] for row in formats.values()),
+        "metadata": {key: _summarized(value) for key, value in file.metadata.items()},
+        "formats": sorted(formats.values(), key=lambda row: -row["bytes"]),
+        "tensors": [
+            {"name": name, "format": tensor.fmt.name, "shape": list(tensor.shape), "bytes": tensor.nbytes}
+            for name, tensor in file.tensors.items()
+        ],
+        "memory": _memory(file),
+    }
+
+
+def check(args: argparse.Namespace) -> int:
+    """Tells whether the file would load; returns 1 when it would not."""
+    path = locate_model(args.model)
+    problems = find_problems(path)
+    if args.json:
+        print(
+            json.dumps({"file": str(path), "loads": not problems, "problems": problems}, ensure_ascii=False)
+        )
+    elif problems:
+        print(f"{path} would not load:")
+        for problem in problems:
+            print(f"  - {problem}")
+    else:
+        print(f"{path} would load")
+    return EXIT_PROBLEMS if problems else 0
+
+
+def find_problems(path: Path) -> list[str]:
+    """One line for each thing that keeps the model or its tokenizer from loading."""
+    try:
+        file = open_gguf(path)
+    except RealizarError as error:
+        return [str(error)]
+    problems = []
+    try:
+        problems += tensor_problems(file.tensors, ModelConfig.from_gguf(file.metadata, str(path)))
+    except RealizarError as error:
+        problems.append(str(error))
+    try:
+        Tokenizer.from_gguf(file.metadata)
+    except RealizarError as error:
+        problems.append(str(error))
+    return problems
+
+
+def _memory(file: GGUFFile) -> dict[str, int | None]:
+    """Bytes that loading needs on the CPU: weights as they are, keys and values in fp32."""
+    memory: dict[str, int | None] = {"weights": sum(tensor.nbytes for tensor in file.tensors.values())}
+    try:
+        config = ModelConfig.from_gguf(file.metadata, str(file.path))
+    except RealizarError:
+        return memory | {"kv_cache": None, "kv_cache_positions": None}
+    positions = min(config.context_length, DEFAULT_MAX_SEQ_LEN)
+    per_position = 2 * config.num_layers * config.kv_dim * 4
+    return memory | {"kv_cache": positions * per_position, "kv_cache_positions": positions}
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def _summarized(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool) else {"array_of": len(value)}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"[{value['array_of']} items]"
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"

@@ -1,0 +1,202 @@
+"""The verbs ``bench`` and ``perplexity``: speed in llama-bench's rows, and quality by llama-perplexity's
+rule."""
+
+import argparse
+import json
+import math
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from realizar_torch import __version__
+from realizar_torch.cli_session import Session, open_session
+from realizar_torch.errors import CacheFullError, FormatError, GGUFError
+from realizar_torch.metrics import mean_and_deviation
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Measures a prompt of ``-p`` tokens and the generation of ``-n`` tokens, each ``-r`` times after a
+    warm-up."""
+    if not args.n_prompt and not args.n_gen:
+        raise FormatError("nothing to measure: --n-prompt and --n-gen are both 0")
+    session = open_session(args)
+    longest = max(args.n_prompt, args.n_gen + 1)
+    if longest > session.model.max_seq_len:
+        raise CacheFullError(
+            f"the tests need {longest} positions, the KV cache has "
+            f"{session.model.max_seq_len}; use --max-seq-len"
+        )
+    common = _machine_record(session, args)
+    session.announce_compiling()
+    records = []
+    if args.n_prompt:
+        records.append(
+            common | _record(args.n_prompt, 0, _times(_prompt_test(session.model, args.n_prompt), args))
+        )
+    if args.n_gen:
+        records.append(
+            common | _record(0, args.n_gen, _times(_generation_test(session.model, args.n_gen), args))
+        )
+    if args.json:
+        print(json.dumps(records, ensure_ascii=False))
+    else:
+        _print_table(records)
+    return 0
+
+
+def _prompt_test(model: Any, count: int) -> Callable[[], float]:
+    import torch
+
+    from realizar_torch.generation.step import new_state, prefill
+
+    ids = torch.randint(model.config.vocab_size, (1, count), device=model.device)
+
+    def run() -> float:
+        state = new_state(model, 1, count)
+        return _seconds(lambda: prefill(model, ids, None, state), model.device)
+
+    return run
+
+
+def _generation_test(model: Any, count: int) -> Callable[[], float]:
+    """Steps from an empty context, like llama-bench; the one token of prefill is not timed."""
+    import torch
+
+    from realizar_torch.generation.step import decode_step, new_state, prefill
+
+    ids = torch.randint(model.config.vocab_size, (count + 1, 1), device=model.device)
+
+    def run() -> float:
+        state = new_state(model, 1, count + 1)
+        with torch.inference_mode():
+            prefill(model, ids[:1], None, state)
+
+        def steps() -> None:
+            for token in ids[1:]:
+                decode_step(model, token, state)
+
+        return _seconds(steps, model.device)
+
+    return run
+
+
+def _seconds(work: Callable[[], object], device: Any) -> float:
+    import torch
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    synchronize()
+    started = time.perf_counter()
+    with torch.inference_mode():
+        work()
+    synchronize()
+    return time.perf_counter() - started
+
+
+def _times(test: Callable[[], float], args: argparse.Namespace) -> list[float]:
+    test()
+    return [test() for _ in range(args.repetitions)]
+
+
+def _machine_record(session: Session, args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from realizar_torch.checkpoint.gguf import open_gguf
+    from realizar_torch.cli_inspect import describe
+
+    file = describe(open_gguf(session.path))
+    return {
+        "model_filename": str(session.path),
+        "model_type": f"{file['architecture']} {file['formats'][0]['format']}",
+        "model_size": file["memory"]["weights"],
+        "model_n_params": file["parameters"],
+        "backend": session.model.device.type,
+        "activations": args.activations,
+        "n_threads": torch.get_num_threads(),
+        "cpu_info": platform.processor() or platform.machine(),
+        "versions": {"realizar_torch": __version__, "torch": torch.__version__},
+    }
+
+
+def _record(n_prompt: int, n_gen: int, seconds: list[float]) -> dict[str, Any]:
+    """The measurements under llama-bench's names; ``ts`` is tokens per second."""
+    rates = [(n_prompt or n_gen) / second for second in seconds]
+    mean_seconds, deviation_seconds = mean_and_deviation(seconds)
+    mean_rate, deviation_rate = mean_and_deviation(rates)
+    return {
+        "test": f"pp{n_prompt}" if n_prompt else f"tg{n_gen}",
+        "n_prompt": n_prompt,
+        "n_gen": n_gen,
+        "avg_ns": round(1e9 * mean_seconds),
+        "stddev_ns": round(1e9 * deviation_seconds),
+        "avg_ts": mean_rate,
+        "stddev_ts": deviation_rate,
+        "samples_ns": [round(1e9 * second) for second in seconds],
+        "samples_ts": rates,
+    }
+
+
+def _print_table(records: list[dict[str, Any]]) -> None:
+    """llama-bench's Markdown table, with the numerics as one column more."""
+    header = ("model", "size", "params", "backend", "activations", "threads", "test", "t/s")
+    rows = [
+        (
+            record["model_type"],
+            f"{record['model_size'] / (1 << 20):.2f} MiB",
+            f"{record['model_n_params'] / 1e6:.2f} M",
+            record["backend"],
+            record["activations"],
+            str(record["n_threads"]),
+            record["test"],
+            f"{record['avg_ts']:.2f} ± {record['stddev_ts']:.2f}",
+        )
+        for record in records
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, tuple("-" * (width - 1) + ":" for width in widths), *rows):
+        print("| " + " | ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) + " |")
+
+
+def perplexity(args: argparse.Namespace) -> int:
+    """Scores a text; prints the running estimate after each chunk, then the result."""
+    try:
+        text = Path(args.file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GGUFError(f"{args.file} cannot be read as UTF-8 text: {error}") from None
+    session = open_session(args)
+    from realizar_torch.generation.perplexity import chunk_losses, scored_tokens
+
+    ids = session.tokenizer.encode(text, add_special_tokens=False)
+    losses: list[float] = []
+    estimates: list[float] = []
+    bos = session.tokenizer.bos_token_id
+    chunks = chunk_losses(session.model, ids, context=args.context, chunks=args.chunks, bos_token_id=bos)
+    session.announce_compiling()
+    for loss in chunks:
+        losses.append(loss)
+        estimates.append(math.exp(sum(losses) / (len(losses) * scored_tokens(args.context))))
+        if not args.json:
+            print(f"[{len(losses)}]{estimates[-1]:.4f}", end=" ", flush=True)
+    scored = len(losses) * scored_tokens(args.context)
+    if args.json:
+        record = {
+            "model": str(session.path),
+            "file": args.file,
+            "activations": args.activations,
+            "context": args.context,
+            "chunks": len(losses),
+            "scored_tokens": scored,
+            "negative_log_likelihood": sum(losses),
+            "estimates": estimates,
+            "perplexity": estimates[-1],
+        }
+        print(json.dumps(record, ensure_ascii=False))
+    else:
+        print(
+            f"\nperplexity {estimates[-1]:.4f} over {scored} tokens ({len(losses)} chunks of {args.context})"
+        )
+    return 0
