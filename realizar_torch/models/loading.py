@@ -53,8 +53,8 @@ def expected_shapes(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], di
     return required, optional
 
 
-def check_tensors(tensors: Mapping[str, TensorInfo], config: ModelConfig, source: str) -> None:
-    """MissingTensorsError lists every missing, unexpected and misshapen tensor at once."""
+def tensor_problems(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> list[str]:
+    """One line for every missing, unexpected or misshapen tensor; empty if the model is complete."""
     required, optional = expected_shapes(config)
     known = required | optional
     problems = [f"missing {name} {list(shape)}" for name, shape in required.items() if name not in tensors]
@@ -69,6 +69,12 @@ def check_tensors(tensors: Mapping[str, TensorInfo], config: ModelConfig, source
         for name, info in tensors.items()
         if name in known and len(known[name]) == 1 and info.fmt.packed
     ]
+    return problems
+
+
+def check_tensors(tensors: Mapping[str, TensorInfo], config: ModelConfig, source: str) -> None:
+    """MissingTensorsError names the first problems and counts the rest."""
+    problems = tensor_problems(tensors, config)
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise MissingTensorsError(f"{source} is no complete {config.arch.name} model: {shown}")
