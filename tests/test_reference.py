@@ -1,4 +1,4 @@
-"""The oracle: bit-exact against the gguf package, exact on the probe blocks; the int8 rule spelled out by hand."""
+"""The oracle: bit-exact against the gguf package, exact on the probe blocks; the int8 rule by hand."""
 
 import hashlib
 

@@ -29,7 +29,8 @@ def _linear_backward(ctx: Any, grad_y: torch.Tensor) -> Gradients:
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
         grad_x = _times_weight(grad_y, weight, ctx.fmt, ctx.in_features, ctx.layout).to(ctx.x_dtype)
-    if ctx.needs_input_grad[4]:
+    # an omitted bias has no entry in needs_input_grad
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:
         grad_bias = grad_y.flatten(0, -2).sum(0) if grad_y.ndim > 1 else grad_y
         grad_bias = grad_bias.to(ctx.bias_dtype)
     return grad_x, None, None, None, grad_bias
@@ -76,7 +77,7 @@ def _norm_linear_backward(ctx: Any, grad_y: torch.Tensor) -> Gradients:
         grad_weight,
         None,
         None,
-        grad_y.sum(0).to(bias.dtype) if needs[6] else None,
+        grad_y.sum(0).to(bias.dtype) if bias is not None and needs[6] else None,
     )
 
 
