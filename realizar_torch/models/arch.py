@@ -1,4 +1,4 @@
-"""The supported architectures, one row each: which conventions a file follows and what its tensors are called."""
+"""The supported architectures, one row each: conventions of its files, names of their tensors."""
 
 import math
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
     }
 )
 
-# Module path inside one layer -> tensor name behind "blk.N."; a bias stands beside its weight under the same name.
+# Module path inside one layer -> tensor name behind "blk.N."; a bias has the name of its weight.
 LAYER_TENSORS: Mapping[str, str] = MappingProxyType(
     {
         "attn_norm": "attn_norm",

@@ -71,7 +71,7 @@ class ModelConfig:
             found = keys.positive(other, default=head_dim)
             if found != head_dim:
                 raise UnsupportedArchitectureError(
-                    f"{source}: {arch.name}.{other} is {found}, but only {head_dim} (the key length) is supported"
+                    f"{source}: {arch.name}.{other} is {found}, but only the key length, {head_dim}, is supported"
                 )
         if head_dim % 2:
             raise GGUFError(f"{source}: head size {head_dim} is odd; rotary embedding needs an even one")
@@ -79,11 +79,15 @@ class ModelConfig:
         if heads % kv_heads:
             raise GGUFError(f"{source}: {heads} heads cannot share {kv_heads} key/value heads evenly")
         if experts := keys.optional("expert_count", int, 0):
-            raise UnsupportedArchitectureError(f"{source}: {arch.name} with {experts} experts is not supported")
+            raise UnsupportedArchitectureError(
+                f"{source}: {arch.name} with {experts} experts is not supported"
+            )
 
         window = keys.optional("attention.sliding_window", int, 0)
         if window < 0 or (arch.sliding_period and window == 0):
-            raise GGUFError(f"{source}: {arch.name}.attention.sliding_window is {window}, expected a positive number")
+            raise GGUFError(
+                f"{source}: {arch.name}.attention.sliding_window is {window}, expected a positive number"
+            )
         return cls(
             arch=arch,
             vocab_size=_vocab_size(metadata, keys, source),
@@ -124,7 +128,9 @@ class _Keys:
 
 def _require(metadata: Mapping[str, Any], key: str, kind: type, source: str) -> Any:
     if key not in metadata:
-        raise GGUFError(f"{source}: metadata key {key!r} is missing; the file cannot describe a model without it")
+        raise GGUFError(
+            f"{source}: metadata key {key!r} is missing; the file cannot describe a model without it"
+        )
     value = metadata[key]
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or isinstance(value, bool):
@@ -146,4 +152,6 @@ def _rope_factor(keys: _Keys) -> float:
         return 1.0
     if kind == "linear":
         return keys.positive("rope.scaling.factor", kind=float)
-    raise UnsupportedArchitectureError(f"RoPE scaling type {kind!r} is not supported; supported: none, linear, rope_freqs")
+    raise UnsupportedArchitectureError(
+        f"RoPE scaling type {kind!r} is not supported; supported: none, linear, rope_freqs"
+    )

@@ -1,4 +1,4 @@
-"""From a GGUF file to a Transformer: every tensor is bound by name, or the load fails before any weight is touched."""
+"""From a GGUF file to a Transformer: every tensor is bound by name, or nothing is loaded."""
 
 from collections.abc import Callable, Mapping
 
@@ -83,7 +83,9 @@ def check_tensors(tensors: Mapping[str, TensorInfo], config: ModelConfig, source
 class _Builder:
     """Makes modules from the tensors of one file."""
 
-    def __init__(self, file: GGUFFile, config: ModelConfig, device: torch.device, dtype: torch.dtype, activations: str):
+    def __init__(
+        self, file: GGUFFile, config: ModelConfig, device: torch.device, dtype: torch.dtype, activations: str
+    ):
         self.file, self.config = file, config
         self.device, self.dtype, self.activations = device, dtype, activations
 
@@ -166,7 +168,7 @@ class _Builder:
 
 
 def _half_split_order(rows: int, heads: int) -> Tensor:
-    """Row order that undoes the converter's interleaving: GGUF row 2i+h of a head is row h·(D/2)+i of the original."""
+    """Row order that undoes the interleaving: GGUF row 2i+h of a head was row h·(D/2)+i."""
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(rows)
 
 

@@ -22,7 +22,7 @@ class ModelOutput:
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); with post-norms where the architecture has them."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); post-norms where the architecture has them."""
 
     def __init__(
         self,
@@ -48,12 +48,22 @@ class Transformer(nn.Module):
     """Embedding, blocks, final norm, output head. Built by ``models.loading``, which supplies the modules."""
 
     def __init__(
-        self, config: ModelConfig, embed_tokens: nn.Module, layers: list[Block], norm: RMSNorm, lm_head: nn.Module,
+        self,
+        config: ModelConfig,
+        embed_tokens: nn.Module,
+        layers: list[Block],
+        norm: RMSNorm,
+        lm_head: nn.Module,
         rope_divisors: tuple[float, ...] | None = None,
     ):
         super().__init__()
         self.config = config
-        self.embed_tokens, self.layers, self.norm, self.lm_head = embed_tokens, nn.ModuleList(layers), norm, lm_head
+        self.embed_tokens, self.layers, self.norm, self.lm_head = (
+            embed_tokens,
+            nn.ModuleList(layers),
+            norm,
+            lm_head,
+        )
         self.rope = RotaryEmbedding(
             config.head_dim, config.rope_theta, factor=config.rope_factor, divisors=rope_divisors
         )
@@ -77,7 +87,7 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         logits_to_keep: int = 0,
     ) -> ModelOutput:
-        """input_ids int [B, T] -> logits. With a cache the tokens follow the cached ones and are appended to it.
+        """input_ids int [B, T] -> logits. With a cache the tokens follow the cached ones and join them.
 
         attention_mask [B, T] (only with an empty cache): 1 for tokens, 0 for padding, padding on the left.
         logits_to_keep n > 0 computes the head for the last n positions only.
@@ -101,24 +111,31 @@ class Transformer(nn.Module):
     def _check_ids(self, input_ids: Tensor) -> tuple[int, int]:
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32) or 0 in input_ids.shape:
             raise FormatError(
-                f"input_ids are {input_ids.dtype} {list(input_ids.shape)}, expected int64 or int32 [batch, tokens], not empty"
+                f"input_ids are {input_ids.dtype} {list(input_ids.shape)}, "
+                "expected int64 or int32 [batch, tokens], not empty"
             )
         if input_ids.device != self.device:
-            raise FormatError(f"input_ids are on {input_ids.device}, the model is on {self.device}; move one of them")
+            raise FormatError(
+                f"input_ids are on {input_ids.device}, the model is on {self.device}; move one of them"
+            )
         return input_ids.shape[0], input_ids.shape[1]
 
     def _starts(self, mask: Tensor | None, input_ids: Tensor, cache: KVCache | None) -> Tensor | None:
         """First real position of each row (int64 [B]), or None where no row is padded."""
         if cache is not None and cache.length > 0:
             if mask is not None:
-                raise FormatError("attention_mask belongs to the first tokens of a cache; it is already filled")
+                raise FormatError(
+                    "attention_mask belongs to the first tokens of a cache; it is already filled"
+                )
             return cache.starts if cache.padded else None
         starts = None if mask is None else left_padding(mask, input_ids)
         if cache is not None:
             cache.set_starts(starts)
         return starts
 
-    def _attention_inputs(self, starts: Tensor | None, batch: int, past: int, count: int) -> tuple[AttentionInputs, ...]:
+    def _attention_inputs(
+        self, starts: Tensor | None, batch: int, past: int, count: int
+    ) -> tuple[AttentionInputs, ...]:
         """Inputs of global layers and of sliding layers, indexed by ``config.is_sliding(layer)``."""
         positions = torch.arange(past, past + count, device=self.device)[None]
         if starts is not None:
@@ -139,10 +156,14 @@ def left_padding(mask: Tensor, input_ids: Tensor) -> Tensor | None:
     FormatError for a mask of another shape, with holes, with padding on the right or without any token.
     """
     if mask.shape != input_ids.shape:
-        raise FormatError(f"attention_mask is {list(mask.shape)}, input_ids are {list(input_ids.shape)}; they must agree")
+        raise FormatError(
+            f"attention_mask is {list(mask.shape)}, input_ids are {list(input_ids.shape)}; they must agree"
+        )
     real = mask.to(device=input_ids.device, dtype=torch.bool)
     starts = real.shape[1] - real.sum(dim=1)
     expected = torch.arange(real.shape[1], device=real.device) >= starts[:, None]
     if not torch.equal(real, expected) or bool((starts == real.shape[1]).any()):
-        raise FormatError("attention_mask must be zeros, then ones in every row (left padding), with at least one 1")
+        raise FormatError(
+            "attention_mask must be zeros, then ones in every row (left padding), with at least one 1"
+        )
     return starts if bool(starts.any()) else None

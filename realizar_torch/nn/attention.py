@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from realizar_torch.nn.kv_cache import KVCache
-from realizar_torch.nn.projection import project
 from realizar_torch.nn.norm import RMSNorm
+from realizar_torch.nn.projection import project
 from realizar_torch.nn.rope import rotate
 
 
@@ -48,8 +48,10 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = q_norm, k_norm
         self.head_dim, self.scale = head_dim, scale
 
-    def forward(self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None = None, layer: int = 0) -> Tensor:
-        """x [B, T, hidden] -> [B, T, hidden]; with a cache the new keys and values are appended to ``layer``."""
+    def forward(
+        self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None = None, layer: int = 0
+    ) -> Tensor:
+        """x [B, T, hidden] -> [B, T, hidden]; a cache gets the new keys and values of ``layer``."""
         batch, count, _ = x.shape
         q, k, v = (
             y.view(batch, count, -1, self.head_dim).transpose(1, 2)

@@ -37,7 +37,9 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
     ):
         if batch_size < 1 or max_seq_len < 1:
-            raise FormatError(f"a cache of batch {batch_size} and length {max_seq_len}: both must be at least 1")
+            raise FormatError(
+                f"a cache of batch {batch_size} and length {max_seq_len}: both must be at least 1"
+            )
         shape = (config.num_layers, batch_size, config.num_kv_heads, max_seq_len, config.head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
@@ -71,18 +73,20 @@ class KVCache:
         """CacheFullError unless ``positions`` more fit."""
         if self._length + positions > self.max_seq_len:
             raise CacheFullError(
-                f"{self._length} positions are cached and {positions} more are asked for, but the cache holds "
-                f"{self.max_seq_len}; load the model with a larger max_seq_len or shorten the prompt"
+                f"{self._length} positions are cached and {positions} more are asked for, "
+                f"but the cache holds {self.max_seq_len}; load the model with a larger max_seq_len or shorten the prompt"
             )
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes [batch, kv_heads, T, head_dim] of ``layer`` behind ``length``; returns views of all rows so far."""
+        """Writes [batch, kv_heads, T, head_dim] behind ``length``; returns views of all rows so far."""
         if not 0 <= layer < self.keys.shape[0]:
             raise FormatError(f"layer {layer} is outside the cache of {self.keys.shape[0]} layers")
         count = key.shape[2]
         expected = (self.batch_size, self.keys.shape[2], count, self.keys.shape[4])
         if key.shape != expected or value.shape != expected:
-            raise FormatError(f"keys {tuple(key.shape)} and values {tuple(value.shape)} do not fit a cache of {expected}")
+            raise FormatError(
+                f"keys {tuple(key.shape)} and values {tuple(value.shape)} do not fit a cache of {expected}"
+            )
         self.require(count)
         end = self._length + count
         self.keys[layer, :, :, self._length : end] = key

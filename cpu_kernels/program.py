@@ -1,0 +1,99 @@
+"""The instruction set of the fused decode step: what one token needs, as rows of a structured array.
+
+Every thread walks all instructions. Those that every thread needs the result of (norms, quantization) are
+done by each thread in its own memory; those that are worth sharing (weights, attention) are split among the
+threads, write to shared memory and end with a barrier. ``step.py`` executes the rows.
+"""
+
+import numpy as np
+
+# x = scale * decoded row of each sequence's token, into the thread's residual stream
+EMBED = 0
+# residual += source (after its own norm, where post_gamma is set); activations = RMSNorm(residual) * gamma
+NORM = 1
+# activations = source
+LOAD = 2
+# target[rows] = weight · activations + bias
+LINEAR = 3
+# target[rows] = act(weight · activations) * (second_weight · activations)
+GATED = 4
+# per-head norm and rotary embedding of queries and keys in place; keys and values into the cache
+ROTATE = 5
+# target = softmax(scale q·kᵀ) v over the cache
+ATTEND = 6
+
+SILU, GELU_TANH = 0, 1
+
+# One tile counter per instruction, each on its own cache line.
+COUNTER_BYTES = 64
+
+# Addresses and sizes in bytes are int64; a stride is the distance between sequences. 0 stands for "none".
+INSTRUCTION = np.dtype(
+    [
+        ("opcode", np.int64),
+        ("barrier", np.int64),
+        ("source", np.int64),
+        ("source_stride", np.int64),
+        ("target", np.int64),
+        ("target_stride", np.int64),
+        ("width", np.int64),
+        ("rows", np.int64),
+        ("weight", np.int64),
+        ("ggml_type", np.int64),
+        ("row_bytes", np.int64),
+        ("blocks", np.int64),
+        ("bias", np.int64),
+        ("second_weight", np.int64),
+        ("second_ggml_type", np.int64),
+        ("second_row_bytes", np.int64),
+        ("second_blocks", np.int64),
+        ("second_bias", np.int64),
+        ("activation", np.int64),
+        ("gamma", np.int64),
+        ("post_gamma", np.int64),
+        ("second_gamma", np.int64),
+        ("keys", np.int64),
+        ("values", np.int64),
+        ("rope", np.int64),
+        ("window", np.int64),
+        ("epsilon", np.float32),
+        ("scale", np.float32),
+    ],
+    align=True,
+)
+
+# What is the same for all instructions of a step: sizes of the model, where a thread's own memory keeps what.
+CONTEXT = np.dtype(
+    [
+        # shared memory
+        ("tokens", np.int64),
+        ("starts", np.int64),
+        ("tiles", np.int64),
+        ("barrier", np.int64),
+        # rotary frequencies: fp64 [ropes, head_dim/2]
+        ("frequencies", np.int64),
+        ("ropes", np.int64),
+        # 1: linears take int8 activations; 0: fp32
+        ("int8", np.int64),
+        ("heads", np.int64),
+        ("kv_heads", np.int64),
+        ("head_dim", np.int64),
+        ("hidden", np.int64),
+        ("max_positions", np.int64),
+        # a thread's own memory: base of thread 0, distance between threads, offsets inside
+        ("arena", np.int64),
+        ("arena_stride", np.int64),
+        ("residual", np.int64),
+        ("activations", np.int64),
+        ("activations_stride", np.int64),
+        ("q", np.int64),
+        ("q_stride", np.int64),
+        ("scales", np.int64),
+        ("sums", np.int64),
+        ("cos", np.int64),
+        ("sin", np.int64),
+        ("scores", np.int64),
+        ("tile", np.int64),
+    ],
+    align=True,
+)

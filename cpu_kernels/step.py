@@ -1,0 +1,194 @@
+"""The fused decode step: every thread walks the program of ``program.py``; one ``pool.run`` is one token.
+
+Results do not depend on the number of threads: whatever is split is split by rows, heads or sequences,
+and each of those is computed by the same code in the same order.
+"""
+
+from realizar_torch.cpu_kernels import program
+from realizar_torch.cpu_kernels.decode import decode_row
+from realizar_torch.cpu_kernels.float_rows import float_rows
+from realizar_torch.cpu_kernels.int8_quantize import quantize_blocks
+from realizar_torch.cpu_kernels.int8_rows import matvec_rows
+from realizar_torch.cpu_kernels.jit import jit
+from realizar_torch.cpu_kernels.memory import fetch_add_i64, load_i64, store_i64
+from realizar_torch.cpu_kernels.norm import rms_norm_vector
+from realizar_torch.cpu_kernels.pool import barrier
+from realizar_torch.cpu_kernels.step_attention import attend_heads, rotary_table, rotate_unit
+from realizar_torch.cpu_kernels.step_vectors import add_rows, copy_row, gate, scale_row
+from realizar_torch.cpu_kernels.targets import host_target
+
+_EMBED, _NORM, _LOAD, _LINEAR, _GATED, _ROTATE, _ATTEND = (
+    program.EMBED,
+    program.NORM,
+    program.LOAD,
+    program.LINEAR,
+    program.GATED,
+    program.ROTATE,
+    program.ATTEND,
+)
+_BLOCK = 32
+# Rows that a thread takes at a time: small enough to even out the threads, large enough to stream.
+TILE_ROWS = 32
+
+
+@jit
+def run_step(thread, n_threads, instructions, context, batch, position):
+    """One token of ``batch`` sequences at cache slot ``position``.
+
+    instructions: INSTRUCTION rows. context: one CONTEXT row. Both hold addresses; nothing is allocated.
+    """
+    c = context[0]
+    arena = c.arena + thread * c.arena_stride
+    rotary_table(c, arena, batch, position)
+    if thread == 0:
+        for index in range(len(instructions)):
+            store_i64(c.tiles, 0, program.COUNTER_BYTES * index)
+    barrier(c.barrier, n_threads)
+    for index in range(len(instructions)):
+        i = instructions[index]
+        counter = c.tiles + program.COUNTER_BYTES * index
+        if i.opcode == _LINEAR:
+            _linear(c, i, arena, counter, batch)
+        elif i.opcode == _GATED:
+            _gated(c, i, arena, counter, batch)
+        elif i.opcode == _NORM:
+            _norm(c, i, arena, batch)
+        elif i.opcode == _LOAD:
+            _load(c, i, arena, batch)
+        elif i.opcode == _ATTEND:
+            _attend(c, i, arena, counter, batch, position, n_threads)
+        elif i.opcode == _ROTATE:
+            _rotate(c, i, arena, counter, batch, position)
+        elif i.opcode == _EMBED:
+            _embed(c, i, arena, batch)
+        if i.barrier:
+            barrier(c.barrier, n_threads)
+
+
+@jit(device=True)
+def _embed(c, i, arena, batch):
+    for b in range(batch):
+        row = i.weight + load_i64(c.tokens, 8 * b) * i.row_bytes
+        target = arena + c.residual + b * 4 * c.hidden
+        decode_row(i.ggml_type, row, c.hidden, target)
+        scale_row(target, c.hidden, i.scale)
+
+
+@jit(device=True)
+def _norm(c, i, arena, batch):
+    for b in range(batch):
+        residual = arena + c.residual + b * 4 * c.hidden
+        if i.source:
+            source = i.source + b * i.source_stride
+            if i.post_gamma:
+                # the activations are free until this norm fills them
+                normed = arena + c.activations + b * c.activations_stride
+                rms_norm_vector(source, i.width, i.post_gamma, i.epsilon, normed)
+                source = normed
+            add_rows(residual, source, i.width)
+        target = arena + c.activations + b * c.activations_stride
+        rms_norm_vector(residual, i.width, i.gamma, i.epsilon, target)
+        _quantize(c, arena, b, target, i.width)
+
+
+@jit(device=True)
+def _load(c, i, arena, batch):
+    for b in range(batch):
+        source = i.source + b * i.source_stride
+        if not c.int8:
+            copy_row(source, i.width, arena + c.activations + b * c.activations_stride)
+        _quantize(c, arena, b, source, i.width)
+
+
+@jit(device=True)
+def _quantize(c, arena, b, source, width):
+    if c.int8:
+        q = arena + c.q + b * c.q_stride
+        scales = arena + c.scales + b * (c.q_stride >> 3)
+        sums = arena + c.sums + b * (c.q_stride >> 2)
+        quantize_blocks(source, width, 0, width // _BLOCK, q, scales, sums)
+
+
+@jit(device=True)
+def _rows(c, arena, b, weight, ggml_type, row_bytes, blocks, width, first, last, target):
+    """target[row] = weight[row] · activations of sequence b, for rows first to last."""
+    if c.int8:
+        q = arena + c.q + b * c.q_stride
+        scales = arena + c.scales + b * (c.q_stride >> 3)
+        sums = arena + c.sums + b * (c.q_stride >> 2)
+        matvec_rows(host_target(), ggml_type, weight, row_bytes, first, last, blocks, q, scales, sums, target)
+    else:
+        x = arena + c.activations + b * c.activations_stride
+        float_rows(ggml_type, weight, row_bytes, first, last, width, x, target)
+
+
+@jit(device=True)
+def _linear(c, i, arena, counter, batch):
+    while True:
+        first = fetch_add_i64(counter, TILE_ROWS)
+        if first >= i.rows:
+            return
+        last = min(first + TILE_ROWS, i.rows)
+        for b in range(batch):
+            target = i.target + b * i.target_stride
+            _rows(c, arena, b, i.weight, i.ggml_type, i.row_bytes, i.blocks, i.width, first, last, target)
+            if i.bias:
+                add_rows(target + 4 * first, i.bias + 4 * first, last - first)
+
+
+@jit(device=True)
+def _gated(c, i, arena, counter, batch):
+    # the tile of "up" stands in the thread's own memory; its row 0 is ``first`` rows before
+    while True:
+        first = fetch_add_i64(counter, TILE_ROWS)
+        if first >= i.rows:
+            return
+        last = min(first + TILE_ROWS, i.rows)
+        tile = arena + c.tile - 4 * first
+        for b in range(batch):
+            target = i.target + b * i.target_stride
+            _rows(c, arena, b, i.weight, i.ggml_type, i.row_bytes, i.blocks, i.width, first, last, target)
+            _rows(
+                c,
+                arena,
+                b,
+                i.second_weight,
+                i.second_ggml_type,
+                i.second_row_bytes,
+                i.second_blocks,
+                i.width,
+                first,
+                last,
+                tile,
+            )
+            if i.bias:
+                add_rows(target + 4 * first, i.bias + 4 * first, last - first)
+            if i.second_bias:
+                add_rows(tile + 4 * first, i.second_bias + 4 * first, last - first)
+            gate(i.activation, target + 4 * first, tile + 4 * first, last - first)
+
+
+@jit(device=True)
+def _rotate(c, i, arena, counter, batch, position):
+    heads = c.heads + 2 * c.kv_heads
+    while True:
+        unit = fetch_add_i64(counter, 1)
+        if unit >= batch * heads:
+            return
+        rotate_unit(c, i, arena, batch, unit // heads, unit % heads, position)
+
+
+@jit(device=True)
+def _attend(c, i, arena, counter, batch, position, n_threads):
+    # query heads that share keys go together unless that would leave threads idle
+    group = c.heads // c.kv_heads
+    together = group if batch * c.kv_heads >= n_threads else max(1, group * batch * c.kv_heads // n_threads)
+    parts = (group + together - 1) // together
+    while True:
+        unit = fetch_add_i64(counter, 1)
+        if unit >= batch * c.kv_heads * parts:
+            return
+        b, rest = unit // (c.kv_heads * parts), unit % (c.kv_heads * parts)
+        kv_head, part = rest // parts, rest % parts
+        first = part * together
+        attend_heads(c, i, arena, b, kv_head, first, min(first + together, group), position)

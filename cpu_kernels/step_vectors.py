@@ -1,0 +1,102 @@
+"""fp32 vectors of the fused decode step, 16 lanes at a time and the rest value by value."""
+
+import numpy as np
+from realizar_torch.cpu_kernels.jit import jit
+from realizar_torch.cpu_kernels.memory import load_f32, stack_alloc, store_f32
+from realizar_torch.cpu_kernels.program import SILU as _SILU
+from realizar_torch.cpu_kernels.simd import load_f32x16, splat_f32x16, store, sum_f32x16
+from realizar_torch.cpu_kernels.vector_math import exp_f32x16, gelu_tanh_f32x16, silu_f32x16
+
+_LANES = 16
+
+
+@jit(device=True)
+def copy_row(source, count, target):
+    """target = source."""
+    whole = count // _LANES
+    for chunk in range(whole):
+        store(target, load_f32x16(source, 64 * chunk), 64 * chunk)
+    for index in range(whole * _LANES, count):
+        store_f32(target, load_f32(source, 4 * index), 4 * index)
+
+
+@jit(device=True)
+def add_rows(target, source, count):
+    """target += source."""
+    whole = count // _LANES
+    for chunk in range(whole):
+        store(target, load_f32x16(target, 64 * chunk) + load_f32x16(source, 64 * chunk), 64 * chunk)
+    for index in range(whole * _LANES, count):
+        store_f32(target, load_f32(target, 4 * index) + load_f32(source, 4 * index), 4 * index)
+
+
+@jit(device=True)
+def scale_row(target, count, factor):
+    """target *= factor."""
+    whole = count // _LANES
+    for chunk in range(whole):
+        store(target, load_f32x16(target, 64 * chunk) * factor, 64 * chunk)
+    for index in range(whole * _LANES, count):
+        store_f32(target, load_f32(target, 4 * index) * factor, 4 * index)
+
+
+@jit(device=True)
+def largest(row, count):
+    """The largest value of a row; NaN is passed over, so that it shows in the sum of exponentials."""
+    result = np.float32(-np.inf)
+    for index in range(count):
+        result = max(result, load_f32(row, 4 * index))
+    return result
+
+
+@jit(device=True)
+def exponentials(row, count):
+    """row = e^(row - largest); returns their sum, added in a fixed order."""
+    top = largest(row, count)
+    total, whole = splat_f32x16(0), count // _LANES
+    for chunk in range(whole):
+        values = exp_f32x16(load_f32x16(row, 64 * chunk) - top)
+        store(row, values, 64 * chunk)
+        total = total + values
+    result = sum_f32x16(total)
+    if whole * _LANES < count:
+        result += _last_exponentials(row, whole * _LANES, count, top)
+    return result
+
+
+@jit(device=True)
+def _last_exponentials(row, first, count, top):
+    rest = stack_alloc(64, 64)
+    store(rest, splat_f32x16(-np.inf))
+    copy_row(row + 4 * first, count - first, rest)
+    store(rest, exp_f32x16(load_f32x16(rest) - top))
+    result = np.float32(0)
+    for index in range(first, count):
+        value = load_f32(rest, 4 * (index - first))
+        store_f32(row, value, 4 * index)
+        result += value
+    return result
+
+
+@jit(device=True)
+def gate(activation, target, up, count):
+    """target = activation(target) * up."""
+    whole = count // _LANES
+    for chunk in range(whole):
+        value = _activate(activation, load_f32x16(target, 64 * chunk))
+        store(target, value * load_f32x16(up, 64 * chunk), 64 * chunk)
+    if whole * _LANES < count:
+        rest = stack_alloc(64, 64)
+        store(rest, splat_f32x16(0))
+        copy_row(target + 64 * whole, count - whole * _LANES, rest)
+        store(rest, _activate(activation, load_f32x16(rest)))
+        for index in range(whole * _LANES, count):
+            value = load_f32(rest, 4 * (index - whole * _LANES))
+            store_f32(target, value * load_f32(up, 4 * index), 4 * index)
+
+
+@jit(device=True)
+def _activate(activation, x):
+    if activation == _SILU:
+        return silu_f32x16(x)
+    return gelu_tanh_f32x16(x)

@@ -1,0 +1,195 @@
+"""Small random models of every architecture row against transformers in fp32."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gguf_files import write_gguf
+from hf_reference import reference_model
+from random_models import CONTEXT, LAYERS, WINDOW, metadata, tensors, write_random_model
+
+from realizar_torch.checkpoint.gguf import open_gguf
+from realizar_torch.errors import (
+    CacheFullError,
+    FormatError,
+    MissingTensorsError,
+    UnsupportedArchitectureError,
+)
+from realizar_torch.models.arch import ARCHITECTURES
+from realizar_torch.models.config import ModelConfig
+from realizar_torch.models.loading import load_transformer
+from realizar_torch.models.transformer import Transformer
+from realizar_torch.nn.kv_cache import KVCache
+
+# fp32 on both sides; logits are of size 10, sums of up to 160 terms in other orders
+TOLERANCE = 2e-4
+VARIANTS = {
+    "llama": {},
+    "llama-untied": {"tied": False},
+    "llama-biases": {"biases": True},
+    "llama-divisors": {"divisors": True},
+    "llama-q8_0": {"fmt": "Q8_0"},
+    "llama-q4_1": {"fmt": "Q4_1", "tied": False},
+    "gemma3": {},
+    "gemma3-q5_0": {"fmt": "Q5_0"},
+}
+
+
+def load(path, activations="float") -> Transformer:
+    return load_transformer(
+        open_gguf(path), device=torch.device("cpu"), dtype=torch.float32, activations=activations
+    )
+
+
+@pytest.fixture(params=VARIANTS)
+def path(request, tmp_path):
+    arch = request.param.split("-")[0]
+    return write_random_model(tmp_path / "model.gguf", arch, **VARIANTS[request.param])
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(0, 250, (2, 60), generator=torch.Generator().manual_seed(3))
+
+
+def test_every_architecture_is_tested():
+    assert {name.split("-")[0] for name in VARIANTS} == set(ARCHITECTURES)
+
+
+def test_logits_equal_transformers_beyond_the_window(path, ids):
+    with torch.inference_mode():
+        ours, expected = load(path)(ids).logits, reference_model(path)(ids).logits
+    assert ids.shape[1] > 2 * WINDOW
+    assert expected.std() > 1
+    assert (ours - expected).abs().max() <= TOLERANCE
+
+
+def test_chunks_and_single_tokens_equal_one_pass(path, ids):
+    model = load(path)
+    cache = KVCache(model.config, 2, 60)
+    with torch.inference_mode():
+        whole = model(ids).logits
+        pieces = [model(piece, cache=cache).logits for piece in ids.split([20, 25, *[1] * 15], dim=1)]
+    assert (torch.cat(pieces, dim=1) - whole).abs().max() <= TOLERANCE
+
+
+def test_left_padding_changes_nothing(path, ids):
+    model = load(path)
+    mask = torch.ones_like(ids)
+    mask[1, :23] = 0
+    with torch.inference_mode():
+        padded = model(ids, mask).logits[1, 23:]
+        alone = model(ids[1:, 23:]).logits[0]
+        last = model(ids, mask, logits_to_keep=2).logits
+    assert (padded - alone).abs().max() <= TOLERANCE
+    assert last.shape[1] == 2 and (last[1] - alone[-2:]).abs().max() <= TOLERANCE
+
+
+def test_sliding_layers_follow_the_period(tmp_path):
+    config = ModelConfig.from_gguf(metadata("gemma3"))
+    assert [config.window(layer) for layer in range(LAYERS)] == [WINDOW] * 5 + [None, WINDOW]
+    llama = ModelConfig.from_gguf(metadata("llama") | {"llama.attention.sliding_window": 8})
+    assert llama.window(0) is None
+
+
+def test_attention_scale_of_the_widest_gemma3():
+    config = ModelConfig.from_gguf(metadata("gemma3") | {"gemma3.block_count": 62})
+    assert config.attention_scale == pytest.approx((96 / 12) ** -0.5)
+    assert replace(config, num_layers=61).attention_scale == pytest.approx(24**-0.5)
+
+
+def test_linear_rope_scaling_divides_positions(tmp_path, ids):
+    scaled = metadata("llama") | {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    entries = tensors("llama", "F32", True, False, False)
+    path = write_gguf(tmp_path / "scaled.gguf", scaled, entries)
+    divided = dict(entries)
+    divided["rope_freqs.weight"] = ("F32", (12,), torch.full((12,), 4.0).numpy().tobytes())
+    twin = write_gguf(tmp_path / "divided.gguf", metadata("llama"), divided)
+    with torch.inference_mode():
+        assert torch.allclose(load(path)(ids).logits, load(twin)(ids).logits, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"general.architecture": "mamba"}, UnsupportedArchitectureError, "mamba"),
+        ({"llama.attention.value_length": 12}, UnsupportedArchitectureError, "value_length"),
+        ({"llama.rope.dimension_count": 12}, UnsupportedArchitectureError, "dimension_count"),
+        ({"llama.expert_count": 8}, UnsupportedArchitectureError, "experts"),
+        ({"llama.rope.scaling.type": "yarn"}, UnsupportedArchitectureError, "yarn"),
+        ({"llama.attention.head_count_kv": 5}, ValueError, "evenly"),
+        ({"llama.embedding_length": 0}, ValueError, "embedding_length"),
+        ({"llama.block_count": "7"}, ValueError, "block_count"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, ValueError, "epsilon"),
+    ],
+)
+def test_impossible_metadata_is_named(change, error, words):
+    with pytest.raises(error, match=words):
+        ModelConfig.from_gguf(metadata("llama") | change)
+
+
+@pytest.mark.parametrize(
+    "damage", ["missing norm", "missing output norm", "renamed", "extra", "shape", "packed norm"]
+)
+def test_incomplete_models_are_refused(tmp_path, damage):
+    entries = tensors("llama", "Q8_0", True, False, False)
+    culprit = "blk.3.ffn_norm.weight"
+    if damage == "missing norm":
+        del entries[culprit]
+    elif damage == "renamed":
+        entries["blk.3.ffn_nrom.weight"] = entries.pop(culprit)
+    elif damage == "extra":
+        culprit = "blk.9.attn_q.weight"
+        entries[culprit] = entries["blk.3.attn_q.weight"]
+    elif damage == "shape":
+        culprit = "blk.3.ffn_down.weight"
+        entries[culprit] = entries["blk.3.ffn_up.weight"]
+    elif damage == "packed norm":
+        fmt, _, data = entries["blk.3.attn_q.weight"]
+        entries[culprit] = (fmt, (96,), data[: len(data) // 288])
+    else:
+        culprit = "output_norm.weight"
+        del entries[culprit]
+    path = write_gguf(tmp_path / "broken.gguf", metadata("llama"), entries)
+    with pytest.raises(MissingTensorsError, match=culprit.replace(".", r"\.")):
+        load(path)
+
+
+def test_rope_divisors_must_be_positive(tmp_path):
+    entries = tensors("llama", "F32", True, False, True)
+    entries["rope_freqs.weight"] = ("F32", (12,), torch.zeros(12).numpy().tobytes())
+    with pytest.raises(MissingTensorsError, match="rope_freqs"):
+        load(write_gguf(tmp_path / "m.gguf", metadata("llama"), entries))
+
+
+def test_tied_head_shares_memory(tmp_path):
+    model = load(write_random_model(tmp_path / "m.gguf", "llama", fmt="Q8_0"))
+    assert model.lm_head.weight is model.embed_tokens.weight
+
+
+def test_cache_refuses_the_position_behind_its_end(path, ids):
+    model = load(path)
+    cache = KVCache(model.config, 2, 16)
+    with torch.inference_mode():
+        model(ids[:, :16], cache=cache)
+        with pytest.raises(CacheFullError, match="16 positions are cached and 1 more"):
+            model(ids[:, 16:17], cache=cache)
+    cache.rollback(10)
+    assert cache.length == 10
+    with pytest.raises(FormatError):
+        cache.rollback(11)
+
+
+@pytest.mark.parametrize("mask", [[[1, 1, 0]], [[0, 1, 0]], [[0, 0, 0]], [[1, 1]]])
+def test_masks_that_are_not_left_padding_are_refused(tmp_path, mask):
+    model = load(write_random_model(tmp_path / "m.gguf", "llama"))
+    with pytest.raises(FormatError, match="attention_mask"):
+        model(torch.tensor([[5, 6, 7]]), torch.tensor(mask))
+
+
+def test_frequencies_survive_half_precision(tmp_path):
+    model = load(write_random_model(tmp_path / "m.gguf", "llama", divisors=True))
+    before = model.rope.inv_freq.clone()
+    model.half().float()
+    assert model.rope.inv_freq.dtype == torch.float64 and torch.equal(model.rope.inv_freq, before)
+    assert model.config.context_length == CONTEXT
