@@ -71,7 +71,7 @@ class ModelConfig:
             found = keys.positive(other, default=head_dim)
             if found != head_dim:
                 raise UnsupportedArchitectureError(
-                    f"{source}: {arch.name}.{other} is {found}, but only the key length, {head_dim}, is supported"
+                    f"{source}: {arch.name}.{other} is {found}, only the key length {head_dim} is supported"
                 )
         if head_dim % 2:
             raise GGUFError(f"{source}: head size {head_dim} is odd; rotary embedding needs an even one")

@@ -74,7 +74,8 @@ class KVCache:
         if self._length + positions > self.max_seq_len:
             raise CacheFullError(
                 f"{self._length} positions are cached and {positions} more are asked for, "
-                f"but the cache holds {self.max_seq_len}; load the model with a larger max_seq_len or shorten the prompt"
+                f"but the cache holds {self.max_seq_len}; "
+                "load the model with a larger max_seq_len or shorten the prompt"
             )
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
