@@ -194,3 +194,17 @@ def decode_q6_k(block, q, scale, minimum):
     for sub in range(16):
         store_f32(scale, d * np.float32(load_i8(block, _Q6_K_SCALES + sub)), 4 * sub)
         store_f32(minimum, _ZERO, 4 * sub)
+
+
+DECODERS = (
+    (Q4_0, decode_q4_0),
+    (Q4_1, decode_q4_1),
+    (Q5_0, decode_q5_0),
+    (Q5_1, decode_q5_1),
+    (Q8_0, decode_q8_0),
+    (Q2_K, decode_q2_k),
+    (Q3_K, decode_q3_k),
+    (Q4_K, decode_q4_k),
+    (Q5_K, decode_q5_k),
+    (Q6_K, decode_q6_k),
+)

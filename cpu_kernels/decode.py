@@ -1,7 +1,9 @@
 """Rows of any packed format as fp32 weights; the format is chosen once per row."""
 
-from realizar_torch.cpu_kernels import block_decoders as blocks
-from realizar_torch.cpu_kernels.block_decoders import SUB_BLOCK
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from realizar_torch.cpu_kernels.block_decoders import DECODERS, SUB_BLOCK
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import load_f32, stack_alloc, store_f32
 from realizar_torch.cpu_kernels.simd import i8x16_to_f32x16, load_u8x16, store
@@ -47,16 +49,18 @@ def _row(fmt, decode):
     return row_of_format
 
 
-_row_q4_0, _row_q4_1 = _row(Q4_0, blocks.decode_q4_0), _row(Q4_1, blocks.decode_q4_1)
-_row_q5_0, _row_q5_1 = _row(Q5_0, blocks.decode_q5_0), _row(Q5_1, blocks.decode_q5_1)
-_row_q8_0, _row_q2_k = _row(Q8_0, blocks.decode_q8_0), _row(Q2_K, blocks.decode_q2_k)
-_row_q3_k, _row_q4_k = _row(Q3_K, blocks.decode_q3_k), _row(Q4_K, blocks.decode_q4_k)
-_row_q5_k, _row_q6_k = _row(Q5_K, blocks.decode_q5_k), _row(Q6_K, blocks.decode_q6_k)
+ROW_DECODERS: Mapping[str, object] = MappingProxyType(
+    {fmt.name: _row(fmt, decode) for fmt, decode in DECODERS}
+)
+
+_row_q4_0, _row_q4_1, _row_q5_0, _row_q5_1 = (ROW_DECODERS[f.name] for f in (Q4_0, Q4_1, Q5_0, Q5_1))
+_row_q8_0, _row_q2_k, _row_q3_k = (ROW_DECODERS[f.name] for f in (Q8_0, Q2_K, Q3_K))
+_row_q4_k, _row_q5_k, _row_q6_k = (ROW_DECODERS[f.name] for f in (Q4_K, Q5_K, Q6_K))
 
 
 @jit(device=True)
 def decode_row(ggml_type, row, count, target):
-    """The first ``count`` weights of the row at address ``row``, as fp32 at ``target``; nothing beyond is written.
+    """The first ``count`` weights of the row at address ``row``, as fp32 at ``target``, and nothing beyond.
 
     Equal to ``reference.dequantize`` bit for bit. An unknown ``ggml_type`` writes nothing.
     """

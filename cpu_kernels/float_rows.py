@@ -4,8 +4,10 @@ One accumulator of 16 lanes per row, lane i adding weights i, i+16, …; so a ro
 but the row and the vector. ``matmul_float.py`` adds in the same order.
 """
 
-from realizar_torch.cpu_kernels import block_decoders as blocks
-from realizar_torch.cpu_kernels.block_decoders import SUB_BLOCK
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from realizar_torch.cpu_kernels.block_decoders import DECODERS, SUB_BLOCK
 from realizar_torch.cpu_kernels.decode import Q_BYTES, SCALE_BYTES, WEIGHT_BYTES, sixteen_weights
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import load_f32, stack_alloc, store_f32
@@ -48,11 +50,11 @@ def _rows(fmt, decode):
     return rows_of_format
 
 
-_rows_q4_0, _rows_q4_1 = _rows(Q4_0, blocks.decode_q4_0), _rows(Q4_1, blocks.decode_q4_1)
-_rows_q5_0, _rows_q5_1 = _rows(Q5_0, blocks.decode_q5_0), _rows(Q5_1, blocks.decode_q5_1)
-_rows_q8_0, _rows_q2_k = _rows(Q8_0, blocks.decode_q8_0), _rows(Q2_K, blocks.decode_q2_k)
-_rows_q3_k, _rows_q4_k = _rows(Q3_K, blocks.decode_q3_k), _rows(Q4_K, blocks.decode_q4_k)
-_rows_q5_k, _rows_q6_k = _rows(Q5_K, blocks.decode_q5_k), _rows(Q6_K, blocks.decode_q6_k)
+ROWS: Mapping[str, object] = MappingProxyType({fmt.name: _rows(fmt, decode) for fmt, decode in DECODERS})
+
+_rows_q4_0, _rows_q4_1, _rows_q5_0, _rows_q5_1 = (ROWS[f.name] for f in (Q4_0, Q4_1, Q5_0, Q5_1))
+_rows_q8_0, _rows_q2_k, _rows_q3_k = (ROWS[f.name] for f in (Q8_0, Q2_K, Q3_K))
+_rows_q4_k, _rows_q5_k, _rows_q6_k = (ROWS[f.name] for f in (Q4_K, Q5_K, Q6_K))
 
 
 @jit(device=True)

@@ -14,12 +14,14 @@ import platform
 import tempfile
 from importlib.resources import files
 from pathlib import Path
+from types import FunctionType
 
 import llvmlite
 import numba
 from numba.core.caching import FunctionCache
 from numba.core.compiler import CompileResult
 from numba.core.dispatcher import Dispatcher
+from numba.core.extending import _Intrinsic
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 from numba.misc.appdirs import AppDirs
@@ -36,6 +38,7 @@ def jit(function=None, *, device: bool = False):
     """
     if function is None:
         return functools.partial(jit, device=device)
+    function.__qualname__ = _unique_name(function)
     options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True} if device else {}
     dispatcher = numba.njit(nogil=True, error_model="numpy", **options)(function)
     # the key covers this package's sources only
@@ -105,11 +108,34 @@ def _source_key() -> str:
 _SOURCES_AT_IMPORT = _source_key()
 
 
-def _identity(function) -> tuple:
-    """What names a function besides its source: where it is defined and what its closure holds."""
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    held = [_identity(cell.py_func) if isinstance(cell, Dispatcher) else repr(cell) for cell in cells]
-    return (function.__module__, function.__qualname__, *held)
+def _unique_name(function: FunctionType) -> str:
+    """The qualified name; that of a function made by a factory also says, by hash, what its closure holds.
+
+    Numba tells such siblings apart by a number counted up in each process, in symbols too: files written by
+    two processes would bring the same symbol for different code.
+    """
+    if not function.__closure__:
+        return function.__qualname__
+    return f"{function.__qualname__}_{hashlib.sha256(repr(_identity(function)).encode()).hexdigest()[:16]}"
+
+
+def _identity(value) -> object:
+    """What ``value`` is, the same in every process with the same sources; TypeError where that is unknown."""
+    if isinstance(value, Dispatcher):
+        return value.py_func.__module__, value.py_func.__qualname__
+    if isinstance(value, _Intrinsic):
+        return _identity(value._defn)
+    if isinstance(value, (tuple, list)):
+        return [_identity(item) for item in value]
+    if isinstance(value, FunctionType):
+        code = value.__code__
+        held = [cell.cell_contents for cell in value.__closure__ or ()]
+        place = (value.__module__, value.__qualname__, code.co_firstlineno, code.co_code, code.co_names)
+        return [*place, _identity(value.__defaults__ or ()), _identity(held)]
+    description = repr(value)
+    if " at 0x" in description:
+        raise TypeError(f"a kernel's closure holds {description}, which differs from process to process")
+    return description
 
 
 class _ContentCache(FunctionCache):
@@ -152,7 +178,9 @@ class _ContentCache(FunctionCache):
             _write_whole(self._file(folder, signature), hashlib.sha256(payload).digest() + payload)
 
     def _file(self, folder: Path, signature) -> Path:
-        name = hashlib.sha256(repr((_identity(self._function), signature)).encode()).hexdigest()[:24]
+        name = hashlib.sha256(
+            repr((self._function.__module__, self._function.__qualname__, signature)).encode()
+        ).hexdigest()[:24]
         return folder / f"{self._function.__name__}-{name}.bin"
 
 

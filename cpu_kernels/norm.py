@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm of fp32 vectors, statistics in fp32.
 
-``rms``: ``y = x / sqrt(mean(x²) + eps) * weight``; ``layer``: ``y = (x - mean) / sqrt(var + eps) * weight + bias``
-with the biased variance taken around the mean, so that a large mean does not cancel it away.
+RMSNorm: ``x / sqrt(mean(x²) + eps) * weight``. LayerNorm: ``(x - mean) / sqrt(var + eps) * weight + bias``,
+the biased variance taken around the mean, so that a large mean does not cancel it away.
 """
 
 import math
@@ -74,7 +74,7 @@ def layer_norm_vector(x, width, weight, bias, epsilon, target):
 
 @jit
 def norm_vectors(thread, n_threads, centre, x, count, width, weight, bias, epsilon, target):
-    """``layer_norm_vector`` (``centre`` 1) or ``rms_norm_vector`` (0) of ``count`` vectors, shared by threads."""
+    """``layer_norm_vector`` (``centre`` 1) or ``rms_norm_vector`` (0) of ``count`` vectors."""
     for index in range(thread, count, n_threads):
         row = 4 * width * index
         if centre:
