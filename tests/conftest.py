@@ -59,7 +59,7 @@ def _path_or_skip(model: RealModel) -> Path:
     try:
         return obtain(model)
     except (UnobtainableError, OSError) as error:
-        pytest.skip(f"real model {model.filename} not available: {error}")
+        pytest.skip(f"could not obtain {model.filename}: {error}")
 
 
 @pytest.fixture(scope="session")
