@@ -5,17 +5,14 @@ and each of those is computed by the same code in the same order.
 """
 
 from realizar_torch.cpu_kernels import program
-from realizar_torch.cpu_kernels.decode import decode_row
-from realizar_torch.cpu_kernels.float_rows import float_rows
 from realizar_torch.cpu_kernels.int8_quantize import quantize_blocks
-from realizar_torch.cpu_kernels.int8_rows import matvec_rows
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import fetch_add_i64, load_i64, store_i64
+from realizar_torch.cpu_kernels.native import call_native
 from realizar_torch.cpu_kernels.norm import rms_norm_vector
 from realizar_torch.cpu_kernels.pool import barrier
 from realizar_torch.cpu_kernels.step_attention import attend_heads, rotary_table, rotate_unit
 from realizar_torch.cpu_kernels.step_vectors import add_rows, copy_row, gate, scale_row
-from realizar_torch.cpu_kernels.targets import host_target
 
 _EMBED, _NORM, _LOAD, _LINEAR, _GATED, _ROTATE, _ATTEND = (
     program.EMBED,
@@ -70,7 +67,7 @@ def _embed(c, i, arena, batch):
     for b in range(batch):
         row = i.weight + load_i64(c.tokens, 8 * b) * i.row_bytes
         target = arena + c.residual + b * 4 * c.hidden
-        decode_row(i.ggml_type, row, c.hidden, target)
+        call_native(i.kernel, (row, c.hidden, target))
         scale_row(target, c.hidden, i.scale)
 
 
@@ -110,16 +107,12 @@ def _quantize(c, arena, b, source, width):
 
 
 @jit(device=True)
-def _rows(c, arena, b, weight, ggml_type, row_bytes, blocks, width, first, last, target):
+def _rows(c, arena, b, kernel, weight, row_bytes, width, first, last, target):
     """target[row] = weight[row] · activations of sequence b, for rows first to last."""
-    if c.int8:
-        q = arena + c.q + b * c.q_stride
-        scales = arena + c.scales + b * (c.q_stride >> 3)
-        sums = arena + c.sums + b * (c.q_stride >> 2)
-        matvec_rows(host_target(), ggml_type, weight, row_bytes, first, last, blocks, q, scales, sums, target)
-    else:
-        x = arena + c.activations + b * c.activations_stride
-        float_rows(ggml_type, weight, row_bytes, first, last, width, x, target)
+    x = arena + c.q + b * c.q_stride if c.int8 else arena + c.activations + b * c.activations_stride
+    scales = arena + c.scales + b * (c.q_stride >> 3)
+    sums = arena + c.sums + b * (c.q_stride >> 2)
+    call_native(kernel, (weight, row_bytes, first, last, width, x, scales, sums, target))
 
 
 @jit(device=True)
@@ -131,7 +124,7 @@ def _linear(c, i, arena, counter, batch):
         last = min(first + TILE_ROWS, i.rows)
         for b in range(batch):
             target = i.target + b * i.target_stride
-            _rows(c, arena, b, i.weight, i.ggml_type, i.row_bytes, i.blocks, i.width, first, last, target)
+            _rows(c, arena, b, i.kernel, i.weight, i.row_bytes, i.width, first, last, target)
             if i.bias:
                 add_rows(target + 4 * first, i.bias + 4 * first, last - first)
 
@@ -147,20 +140,9 @@ def _gated(c, i, arena, counter, batch):
         tile = arena + c.tile - 4 * first
         for b in range(batch):
             target = i.target + b * i.target_stride
-            _rows(c, arena, b, i.weight, i.ggml_type, i.row_bytes, i.blocks, i.width, first, last, target)
-            _rows(
-                c,
-                arena,
-                b,
-                i.second_weight,
-                i.second_ggml_type,
-                i.second_row_bytes,
-                i.second_blocks,
-                i.width,
-                first,
-                last,
-                tile,
-            )
+            _rows(c, arena, b, i.kernel, i.weight, i.row_bytes, i.width, first, last, target)
+            up, stride = i.second_weight, i.second_row_bytes
+            _rows(c, arena, b, i.second_kernel, up, stride, i.width, first, last, tile)
             if i.bias:
                 add_rows(target + 4 * first, i.bias + 4 * first, last - first)
             if i.second_bias:

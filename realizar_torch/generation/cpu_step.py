@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from realizar_torch.formats import BlockFormat, get_format
 from realizar_torch.generation.workspace import Workspace, padded_width
 from realizar_torch.models.transformer import Block, Transformer
 from realizar_torch.nn.attention import Attention
@@ -198,9 +197,7 @@ class _Program:
 
         self._norm(layer.mlp_norm, self._addition(layer.post_attn_norm))
         gate, up = self._weight(mlp.gate_proj), self._weight(mlp.up_proj)
-        second = {
-            f"second_{name}": up[name] for name in ("weight", "ggml_type", "row_bytes", "blocks", "bias")
-        }
+        second = {f"second_{name}": up[name] for name in ("kernel", "weight", "row_bytes", "bias")}
         activation = self._ops.SILU if mlp.activation == "silu" else self._ops.GELU_TANH
         self._emit("GATED", activation=activation, barrier=1, **target, **gate, **second)
         self._load(self._wide, config.intermediate_size)
@@ -225,16 +222,20 @@ class _Program:
         self._emit("LINEAR", **place, **self._weight(linear))
 
     def _weight(self, module: QuantizedLinear | QuantizedEmbedding) -> dict[str, Any]:
-        """Operands that name a packed weight, and its bias where it has one."""
-        fmt: BlockFormat = get_format(module.fmt)
-        bias = getattr(module, "bias", None)
+        """Operands that name a packed weight, the kernel of its rows, and its bias where it has one."""
+        from realizar_torch.cpu_kernels import row_kernels
+
+        if isinstance(module, QuantizedEmbedding):
+            kernel, bias = row_kernels.decode_row(module.fmt), None
+        else:
+            rows_of = row_kernels.int8_rows if module.activations == "int8" else row_kernels.float_rows
+            kernel, bias = rows_of(module.fmt), module.bias
         rows, row_bytes = module.weight.shape
         return {
+            "kernel": kernel,
             "weight": self._address(module.weight),
-            "ggml_type": fmt.ggml_type,
             "rows": rows,
             "row_bytes": row_bytes,
-            "blocks": row_bytes // fmt.block_bytes,
             "width": getattr(module, "in_features", 0),
             "bias": 0 if bias is None else self._address(bias),
         }
