@@ -37,7 +37,7 @@ _Q3_BYTES, _Q3_QS, _Q3_SCALES, _Q3_D = (Q3_K.block_bytes, *(Q3_K.offset(f) for f
 _Q6_BYTES, _Q6_QH, _Q6_SCALES, _Q6_D = (Q6_K.block_bytes, *(Q6_K.offset(f) for f in ("qh", "scales", "d")))
 
 # [v, v >> n]: 32 bytes become 64 whose upper half is shifted
-_then_shifted_1, _then_shifted_2, _then_shifted_4 = twice(1, 32), twice(2, 32), twice(4, 32)
+then_shifted_1, then_shifted_2, then_shifted_4 = twice(1, 32), twice(2, 32), twice(4, 32)
 
 # chunk c of 64 weights: lanes 0-7 belong to sub-block 2c, lanes 8-15 to 2c+1 (sub-blocks of 32) …
 _halves_0, _halves_1, _halves_2, _halves_3 = (shuffle(*[a] * 8, *[a + 1] * 8) for a in (0, 2, 8, 10))
@@ -47,7 +47,7 @@ _quarters_0, _quarters_1, _quarters_2, _quarters_3 = (
 )
 _each_twice = shuffle(*[lane // 2 for lane in range(16)])
 
-# F32x16 in the order of _six_bit_scales: [8 scales, 8 sums of 32] and the other halves of the sums
+# F32x16 in the order of six_bit_scales: [8 scales, 8 sums of 32] and the other halves of the sums
 _scale_and_even_sums = shuffle(0, 1, 2, 3, 16, 18, 20, 22, 4, 5, 6, 7, 24, 26, 28, 30)
 _zero_and_odd_sums = shuffle(0, 0, 0, 0, 17, 19, 21, 23, 0, 0, 0, 0, 25, 27, 29, 31)
 _d_and_dmin = shuffle(*[0] * 4, *[15] * 4, *[0] * 4, *[15] * 4)
@@ -62,7 +62,7 @@ def _prefetch_block(block, size):
 
 
 @jit(device=True)
-def _six_bit_scales(scales):
+def six_bit_scales(scales):
     """The 12 bytes of Q4_K and Q5_K scales as bytes [scales 0-3, minima 0-3, scales 4-7, minima 4-7]."""
     first, rest = load_i64(scales), load_u32(scales, 8)
     low_nibbles = (rest | rest << 28) & 0x0F0F0F0F0F0F0F0F
@@ -71,7 +71,7 @@ def _six_bit_scales(scales):
 
 @jit(device=True)
 def _scale_or_sum(scale, sums):
-    """Activation scales beside the sums of 32 (for the minima), in the order of _six_bit_scales."""
+    """Activation scales beside the sums of 32 (for the minima), in the order of six_bit_scales."""
     by_half = load_f32x16(sums)
     return _scale_and_even_sums(_widened(load_f32x8(scale)), by_half) + _zero_and_odd_sums(
         splat_f32x16(0), by_half
@@ -104,13 +104,13 @@ def _affine_k(fmt, top_bits):
             block, x = row + size * i, q + 256 * i
             _prefetch_block(block, size)
             d_dmin = _d_and_dmin(pair_f32x16(load_f16(block), load_f16(block, dmin_at)))
-            weight_side = u8x16_to_f32x16(_six_bit_scales(block + scales_at)) * d_dmin
+            weight_side = u8x16_to_f32x16(six_bit_scales(block + scales_at)) * d_dmin
             factors = weight_side * _scale_or_sum(scale + 32 * i, sums + 64 * i)
             minima = minima + factors
-            w0 = _then_shifted_4(load_u8x32(block, qs)) & 15
-            w1 = _then_shifted_4(load_u8x32(block, qs + 32)) & 15
-            w2 = _then_shifted_4(load_u8x32(block, qs + 64)) & 15
-            w3 = _then_shifted_4(load_u8x32(block, qs + 96)) & 15
+            w0 = then_shifted_4(load_u8x32(block, qs)) & 15
+            w1 = then_shifted_4(load_u8x32(block, qs + 32)) & 15
+            w2 = then_shifted_4(load_u8x32(block, qs + 64)) & 15
+            w3 = then_shifted_4(load_u8x32(block, qs + 96)) & 15
             w0, w1, w2, w3 = top_bits(block, w0, w1, w2, w3)
             total = _chunk_of_32(target, total, w0, x, _halves_0(factors))
             total = _chunk_of_32(target, total, w1, x + 64, _halves_1(factors))
@@ -132,7 +132,7 @@ _Q5_QH = Q5_K.offset("qh")
 @jit(device=True)
 def _fifth_bits(block, w0, w1, w2, w3):
     """Bit s of qh[l] is bit 4 of weight l of sub-block s."""
-    high = _then_shifted_1(load_u8x32(block, _Q5_QH))
+    high = then_shifted_1(load_u8x32(block, _Q5_QH))
     return w0 | high << 4 & 16, w1 | high << 2 & 16, w2 | high & 16, w3 | high >> 2 & 16
 
 
@@ -149,17 +149,17 @@ def dot_q6_k(target, row, n_blocks, q, scale, sums):
         _prefetch_block(block, _Q6_BYTES)
         factors = i8x16_to_f32x16(load_u8x16(block, _Q6_SCALES)) * load_f16(block, _Q6_D)
         factors = factors * _each_twice(load_f32x8(scale, 32 * i))
-        low, high = load_u8x64(block), _then_shifted_2(load_u8x32(block, _Q6_QH))
+        low, high = load_u8x64(block), then_shifted_2(load_u8x32(block, _Q6_QH))
         total = _chunk_of_16(target, total, low & 15 | high << 4 & 48, 32, x, _quarters_0(factors))
         total = _chunk_of_16(target, total, low >> 4 & 15 | high & 48, 32, x + 64, _quarters_1(factors))
-        low, high = load_u8x64(block, 64), _then_shifted_2(load_u8x32(block, _Q6_QH + 32))
+        low, high = load_u8x64(block, 64), then_shifted_2(load_u8x32(block, _Q6_QH + 32))
         total = _chunk_of_16(target, total, low & 15 | high << 4 & 48, 32, x + 128, _quarters_2(factors))
         total = _chunk_of_16(target, total, low >> 4 & 15 | high & 48, 32, x + 192, _quarters_3(factors))
     return sum_f32x16(total)
 
 
 @jit(device=True)
-def _q3_scales(scales):
+def q3_scales(scales):
     """Sixteen six-bit scales: low four bits in the nibbles of bytes 0-7, top two bits in bytes 8-11."""
     low, high = load_i64(scales), load_u32(scales, 8)
     even = high | high << 30
@@ -175,13 +175,13 @@ def dot_q3_k(target, row, n_blocks, q, scale, sums):
     for i in range(n_blocks):
         block, x = row + _Q3_BYTES * i, q + 256 * i
         _prefetch_block(block, _Q3_BYTES)
-        factors = (u8x16_to_f32x16(_q3_scales(block + _Q3_SCALES)) - 32) * load_f16(block, _Q3_D)
+        factors = (u8x16_to_f32x16(q3_scales(block + _Q3_SCALES)) - 32) * load_f16(block, _Q3_D)
         factors = factors * _each_twice(load_f32x8(scale, 32 * i))
-        high = _then_shifted_1(load_u8x32(block))
-        low = _then_shifted_2(load_u8x32(block, _Q3_QS))
+        high = then_shifted_1(load_u8x32(block))
+        low = then_shifted_2(load_u8x32(block, _Q3_QS))
         total = _chunk_of_16(target, total, low & 3 | high << 2 & 4, 4, x, _quarters_0(factors))
         total = _chunk_of_16(target, total, low >> 4 & 3 | high & 4, 4, x + 64, _quarters_1(factors))
-        low = _then_shifted_2(load_u8x32(block, _Q3_QS + 32))
+        low = then_shifted_2(load_u8x32(block, _Q3_QS + 32))
         total = _chunk_of_16(target, total, low & 3 | high >> 2 & 4, 4, x + 128, _quarters_2(factors))
         total = _chunk_of_16(target, total, low >> 4 & 3 | high >> 4 & 4, 4, x + 192, _quarters_3(factors))
     return sum_f32x16(total)
@@ -199,10 +199,10 @@ def dot_q2_k(target, row, n_blocks, q, scale, sums):
         factors = factors * _each_twice(load_f32x8(scale, 32 * i))
         minimum = u8x16_to_f32x16(packed >> 4) * load_f16(block, _Q2_DMIN)
         minima = fma(minimum, load_f32x16(sums, 64 * i), minima)
-        low = _then_shifted_2(load_u8x32(block, _Q2_QS))
+        low = then_shifted_2(load_u8x32(block, _Q2_QS))
         total = _chunk_of_32(target, total, low & 3, x, _quarters_0(factors))
         total = _chunk_of_32(target, total, low >> 4 & 3, x + 64, _quarters_1(factors))
-        low = _then_shifted_2(load_u8x32(block, _Q2_QS + 32))
+        low = then_shifted_2(load_u8x32(block, _Q2_QS + 32))
         total = _chunk_of_32(target, total, low & 3, x + 128, _quarters_2(factors))
         total = _chunk_of_32(target, total, low >> 4 & 3, x + 192, _quarters_3(factors))
     return sum_f32x16(total) - sum_f32x16(minima)

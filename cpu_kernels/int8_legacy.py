@@ -133,8 +133,12 @@ def _row_dot(fmt, products):
     return dot
 
 
-dot_q4_0 = _row_dot(Q4_0, _products(_nibbles(Q4_0), 8))
-dot_q4_1 = _row_dot(Q4_1, _products(_nibbles(Q4_1), 0))
-dot_q5_0 = _row_dot(Q5_0, _products(_five_bits(Q5_0), 16))
-dot_q5_1 = _row_dot(Q5_1, _products(_five_bits(Q5_1), 0))
+# two blocks of a row as the 64 unsigned weights of one vector
+pair_q4_0, pair_q4_1 = _nibbles(Q4_0), _nibbles(Q4_1)
+pair_q5_0, pair_q5_1 = _five_bits(Q5_0), _five_bits(Q5_1)
+
+dot_q4_0 = _row_dot(Q4_0, _products(pair_q4_0, 8))
+dot_q4_1 = _row_dot(Q4_1, _products(pair_q4_1, 0))
+dot_q5_0 = _row_dot(Q5_0, _products(pair_q5_0, 16))
+dot_q5_1 = _row_dot(Q5_1, _products(pair_q5_1, 0))
 dot_q8_0 = _row_dot(Q8_0, _signed_products(Q8_0))

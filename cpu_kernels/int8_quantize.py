@@ -49,7 +49,7 @@ def quantize_block(low, high, block, q, scale, sums):
 
 @jit(device=True)
 def quantize_blocks(x, count, first_block, last_block, q, scale, sums):
-    """Quantize blocks ``first_block`` to ``last_block`` of the fp32 vector at ``x``; past ``count`` it is zeros.
+    """Quantize blocks ``first_block`` to ``last_block`` of the ``count`` fp32 at ``x``, zeros beyond.
 
     q int8 [32 * blocks], scale fp32 [blocks], sums fp32 [2 * blocks]: addresses of block 0.
     """

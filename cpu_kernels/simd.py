@@ -133,7 +133,7 @@ load_f32x4, load_f32x8, load_f32x16, load_i32x16 = (_loader(v) for v in (F32x4, 
 
 
 def half_bits_to_float(builder, half):
-    """fp16 bits → fp32 in LLVM lanes by integer steps, exact for every value (see memory.half_bits_to_f32)."""
+    """fp16 bits → fp32 in LLVM lanes by integer steps, as ``memory.half_bits_to_f32``."""
     words, floats = (ir.VectorType(element, half.type.count) for element in (I32, ir.FloatType()))
 
     def lanes(bits):
@@ -150,7 +150,7 @@ def half_bits_to_float(builder, half):
 
 
 def _strided_halves(name, together):
-    """The intrinsic ``name(address, stride)``: ``together`` fp16 at four places ``stride`` bytes apart, as fp32."""
+    """The intrinsic ``name(address, stride)``: ``together`` fp16 at each of four places, as fp32."""
     result = Vector("f32", 4 * together)
     item = ir.IntType(16 * together)
 
@@ -197,8 +197,10 @@ def prefetch(typing_context, address):
 
     def generate(context, builder, signature, arguments):
         pointer = pointer_at(builder, ir.IntType(8), arguments[0])
+        signature = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], signature)
         read, second_level, data = I32(0), I32(2), I32(1)
-        call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read, second_level, data)
+        builder.call(function, [pointer, read, second_level, data])
 
     return types.void(types.int64), generate
 
@@ -299,7 +301,7 @@ i8x16_to_f32x16 = _converter("i8x16_to_f32x16", U8x16, F32x16, lambda b, v, t: b
 
 
 def _picker(name, comparison):
-    """The intrinsic ``name(a, b)``: lane by lane ``a if a <comparison> b else b``, so that NaN in ``b`` stays."""
+    """The intrinsic ``name(a, b)``: in each lane ``a if a <comparison> b else b``; NaN in b stays."""
 
     def pick(typing_context, a, b):
         if not (isinstance(a, Vector) and a == b):

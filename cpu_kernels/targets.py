@@ -5,31 +5,37 @@ A kernel takes a target as its first argument; its type picks the instructions w
 """
 
 from dataclasses import dataclass
+from itertools import product
 
 from llvmlite import ir
 from numba import types
 from numba.core.imputils import lower_constant
 from numba.extending import intrinsic, models, register_model, typeof_impl
 from realizar_torch.cpu_kernels.jit import target_features
-from realizar_torch.cpu_kernels.simd import I32, I8x64, I32x16, U8x64, call, select_lanes
+from realizar_torch.cpu_kernels.simd import I8x64, I32x16, U8x64, call, select_lanes
 
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
 
 
 @dataclass(frozen=True)
 class Target:
-    """``dot`` names the instruction family; ``dot_bytes`` is the widest vector that it takes."""
+    """One way to multiply bytes, and the register tile of the matmul that suits it.
+
+    ``dot`` names the instruction family and ``dot_bytes`` the widest vector that it takes.
+    """
 
     name: str
     dot: str
     dot_bytes: int
+    tile_vectors: int
+    tile_columns: int
     features: frozenset[str]
 
 
-VNNI = Target("vnni", "vpdpbusd", 64, frozenset({"avx512vnni", "avx512vl", "avx512bw"}))
-VNNI_256 = Target("vnni-256", "vpdpbusd", 32, frozenset({"avxvnni", "avx2"}))
-AVX2 = Target("avx2", "pmaddubsw", 32, frozenset({"avx2", "fma"}))
-GENERIC = Target("generic", "multiply", 64, frozenset())
+VNNI = Target("vnni", "vpdpbusd", 64, 2, 4, frozenset({"avx512vnni", "avx512vl", "avx512bw"}))
+VNNI_256 = Target("vnni-256", "vpdpbusd", 32, 1, 2, frozenset({"avxvnni", "avx2"}))
+AVX2 = Target("avx2", "pmaddubsw", 32, 1, 2, frozenset({"avx2", "fma"}))
+GENERIC = Target("generic", "multiply", 64, 1, 2, frozenset())
 TARGETS = (VNNI, VNNI_256, AVX2, GENERIC)
 
 
@@ -70,43 +76,87 @@ def host_target(typing_context):
     return TargetType(best_target())(), generate
 
 
-def _vpdpbusd(builder, unsigned, signed):
-    lanes = unsigned.type.count // 4
-    words = ir.VectorType(I32, lanes)
-    name = f"llvm.x86.avx512.vpdpbusd.{32 * lanes}"
+def _halves(builder, target, vector):
+    """An LLVM vector in pieces of at most the target's width."""
+    lanes = vector.type.count
+    if vector.type.element.width * lanes <= 8 * target.dot_bytes:
+        return [vector]
+    return [
+        select_lanes(builder, vector, vector, half) for half in (range(lanes // 2), range(lanes // 2, lanes))
+    ]
+
+
+def _vpdpbusd(builder, total, unsigned, signed):
+    words = total.type
     operands = (builder.bitcast(value, words) for value in (unsigned, signed))
-    return call(builder, name, words, ir.Constant(words, None), *operands)
+    return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * words.count}", words, total, *operands)
 
 
-def _pmaddubsw(builder, unsigned, signed):
-    pairs, words = ir.VectorType(_I16, 16), ir.VectorType(I32, 8)
-    sums = call(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs, unsigned, signed)
-    return call(builder, "llvm.x86.avx2.pmadd.wd", words, sums, ir.Constant(pairs, [1] * 16))
+def _pmaddubsw(builder, total, unsigned, signed):
+    """``total`` is sums of pairs in 16 bits; None starts them."""
+    pairs = ir.VectorType(_I16, 16)
+    products = call(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs, unsigned, signed)
+    return products if total is None else builder.add(total, products)
 
 
-def _multiply(builder, unsigned, signed):
-    words = ir.VectorType(I32, unsigned.type.count // 4)
-    total = ir.Constant(words, None)
+def _widen_pairs(builder, total, pairs):
+    ones = ir.Constant(pairs.type, [1] * 16)
+    return builder.add(total, call(builder, "llvm.x86.avx2.pmadd.wd", total.type, pairs, ones))
+
+
+def _multiply(builder, total, unsigned, signed):
     for first in range(4):
         lanes = range(first, unsigned.type.count, 4)
-        left = builder.zext(select_lanes(builder, unsigned, unsigned, lanes), words)
-        right = builder.sext(select_lanes(builder, signed, signed, lanes), words)
+        left = builder.zext(select_lanes(builder, unsigned, unsigned, lanes), total.type)
+        right = builder.sext(select_lanes(builder, signed, signed, lanes), total.type)
         total = builder.add(total, builder.mul(left, right))
     return total
 
 
-_DOTS = {"vpdpbusd": _vpdpbusd, "pmaddubsw": _pmaddubsw, "multiply": _multiply}
+def add_products(builder, target, steps, operands, initial, largest):
+    """Integer sums of an outer product: ``sums[v][c] = initial[c] + sum_s dot(left_s[v], right_s[c])``.
+
+    ``operands(s)`` loads the unsigned 64-byte vectors and the signed ones of step ``s``; ``largest`` bounds the
+    unsigned bytes: it tells over how many steps pair sums fit 16 bits. Signed bytes are above -128.
+    """
+    pieces = 64 // target.dot_bytes
+    sums = None
+    pairs_held, capacity = 0, max(1, 32767 // (2 * 127 * largest))
+    held = {}
+    for step in range(steps):
+        left, right = operands(step)
+        if sums is None:
+            sums = [[_halves(builder, target, start) for start in initial] for _ in left]
+        left, right = ([_halves(builder, target, v) for v in side] for side in (left, right))
+        flush = pairs_held + 1 == capacity or step == steps - 1
+        for v, c, piece in product(range(len(left)), range(len(right)), range(pieces)):
+            unsigned, signed, total = left[v][piece], right[c][piece], sums[v][c][piece]
+            if target.dot == "vpdpbusd":
+                total = _vpdpbusd(builder, total, unsigned, signed)
+            elif target.dot == "multiply":
+                total = _multiply(builder, total, unsigned, signed)
+            elif largest > 128:
+                # two such products overflow 16 bits: the top bit goes alone
+                for mask in (127, 128):
+                    part = builder.and_(unsigned, ir.Constant(unsigned.type, [mask] * 32))
+                    total = _widen_pairs(builder, total, _pmaddubsw(builder, None, part, signed))
+            else:
+                held[v, c, piece] = _pmaddubsw(builder, held.get((v, c, piece)), unsigned, signed)
+                if flush:
+                    total = _widen_pairs(builder, total, held.pop((v, c, piece)))
+            sums[v][c][piece] = total
+        pairs_held = 0 if flush else pairs_held + 1
+    return [[_joined(builder, halves) for halves in row] for row in sums]
+
+
+def _joined(builder, halves):
+    return halves[0] if len(halves) == 1 else select_lanes(builder, *halves, range(16))
 
 
 def _dot(builder, target, unsigned, signed):
-    """I32x16 of U8x64 · I8x64 in pieces of the target's width."""
-    one = _DOTS[target.dot]
-    if target.dot_bytes == 64:
-        return one(builder, unsigned, signed)
-    pieces = []
-    for half in (range(32), range(32, 64)):
-        pieces.append(one(builder, *(select_lanes(builder, v, v, half) for v in (unsigned, signed))))
-    return select_lanes(builder, *pieces, range(16))
+    """I32x16 of U8x64 · I8x64."""
+    zero = ir.Constant(I32x16.llvm, None)
+    return add_products(builder, target, 1, lambda _: ([unsigned], [signed]), [zero], 128)[0][0]
 
 
 @intrinsic
