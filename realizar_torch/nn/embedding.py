@@ -20,6 +20,8 @@ class QuantizedEmbedding(nn.Module):
     frozen table has no gradient to mask.
     """
 
+    weight: nn.Parameter
+
     def __init__(
         self,
         num_embeddings: int,

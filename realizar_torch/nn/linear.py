@@ -22,6 +22,9 @@ class QuantizedLinear(nn.Module):
     ``model.requires_grad_(True)`` raises inside torch for packed bytes: filter by ``p.is_floating_point()``.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,

@@ -15,6 +15,8 @@ class RMSNorm(nn.Module):
     """
 
     normalization = "rmsnorm"
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """A norm and the linear layers it feeds as one module: each row is normalised once, for all of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -29,6 +29,11 @@ class FusedLayerNormLinear(nn.Module):
 
     Keys: ``layer_norm_weight``, ``layer_norm_bias``, ``weight``, ``bias``; several weights: ``weight.0`` ….
     """
+
+    layer_norm_weight: nn.Parameter
+    layer_norm_bias: nn.Parameter | None
+    weight: nn.Parameter | nn.ParameterList
+    bias: nn.Parameter | nn.ParameterList | None
 
     def __init__(
         self,
@@ -109,17 +114,18 @@ class FusedLayerNormLinear(nn.Module):
         if isinstance(self.weight, nn.ParameterList):
             normed = normalize(x, scale, self.layer_norm_bias, self.normalization, self.eps)
             return tuple(self._project(normed, *parts).to(x.dtype) for parts in self._linears())
+        ((weight, fmt, bias),) = self._linears()
         return ops.norm_linear(
             x,
             scale,
             self.layer_norm_bias,
-            self.weight,
-            self.fmt,
+            weight,
+            fmt,
             self.in_features,
-            self.bias,
+            bias,
             normalization=self.normalization,
             eps=self.eps,
-            activations=self.activations if self.fmt else "float",
+            activations=self.activations if fmt else "float",
         )
 
     def extra_repr(self) -> str:
@@ -139,14 +145,21 @@ class FusedLayerNormLinear(nn.Module):
         self.fmt: packed.Formats = formats if several else formats[0]
         self.out_features = rows if several else rows[0]
         if several:
+            # a list also takes a missing bias
             self.weight = nn.ParameterList([linear.weight for linear in linears])
             self.bias = nn.ParameterList(biases)
         else:
-            self.weight = linears[0].weight
+            weight = linears[0].weight
+            assert isinstance(weight, nn.Parameter)
+            self.weight = weight
             self.register_parameter("bias", biases[0])
 
-    def _linears(self) -> Iterator[tuple[torch.Tensor, str | None, torch.Tensor | None]]:
-        return zip(self.weight, self.fmt, self.bias, strict=True)
+    def _linears(self) -> list[tuple[torch.Tensor, str | None, torch.Tensor | None]]:
+        if isinstance(self.weight, nn.ParameterList):
+            assert isinstance(self.bias, nn.ParameterList) and isinstance(self.fmt, tuple)
+            return list(zip(self.weight, self.fmt, self.bias, strict=True))
+        assert not isinstance(self.bias, nn.ParameterList) and not isinstance(self.fmt, tuple)
+        return [(self.weight, self.fmt, self.bias)]
 
     def _project(
         self, normed: torch.Tensor, weight: torch.Tensor, fmt: str | None, bias: torch.Tensor | None

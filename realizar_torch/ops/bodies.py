@@ -68,7 +68,7 @@ def linear_quantized(
     checks.check_vector("bias", bias, weight.shape[0])
     checks.check_devices(x=qx.q, weight=weight, bias=bias)
     _require_canonical(layout, weight.device)
-    flat = QuantizedActivations(*map(_matrix, (qx.q, qx.scale, qx.sums)), in_features)
+    flat = QuantizedActivations(_matrix(qx.q), _matrix(qx.scale), _matrix(qx.sums), in_features)
     y = _add_bias(kernels.matmul_int8(flat, weight.contiguous(), fmt), bias)
     return y.reshape(*qx.q.shape[:-1], weight.shape[0])
 
@@ -80,8 +80,8 @@ def quantize_activations(kernels: Kernels, x: torch.Tensor, fmt: str) -> Quantiz
         raise FormatError(f"input has shape {list(x.shape)}; expected at least one feature")
     checks.check_input(x, x.shape[-1])
     flat = kernels.quantize_activations(_matrix(x.detach()).to(torch.float32), spec.name)
-    parts = (part.reshape(*x.shape[:-1], part.shape[-1]) for part in (flat.q, flat.scale, flat.sums))
-    return QuantizedActivations(*parts, x.shape[-1])
+    q, scale, sums = (part.reshape(*x.shape[:-1], part.shape[-1]) for part in (flat.q, flat.scale, flat.sums))
+    return QuantizedActivations(q, scale, sums, x.shape[-1])
 
 
 def embedding(
