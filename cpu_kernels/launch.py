@@ -1,0 +1,288 @@
+"""Launchers of the CPU kernels: torch tensors in and out, arguments checked, work shared among threads.
+
+``weight`` is uint8 [N, row_bytes], canonical GGUF bytes of ``fmt`` ("Q4_K") with ``in_features`` weights per
+row. All tensors are contiguous and on the CPU. Results do not depend on the number of threads, which is
+``torch.get_num_threads()``. Everything wrong with an argument is a FormatError.
+"""
+
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from realizar_torch.cpu_kernels import pool, row_kernels
+from realizar_torch.cpu_kernels.checks import check_output, check_tensor, check_weight
+from realizar_torch.cpu_kernels.jit import jit
+from realizar_torch.cpu_kernels.matmul_float import LANES, TILE_ROWS, matmul_tiles
+from realizar_torch.cpu_kernels.matvec import gate_up_tiles, matvec_tiles
+from realizar_torch.cpu_kernels.memory import store_i64
+from realizar_torch.cpu_kernels.program import GELU_TANH, SILU
+from realizar_torch.cpu_kernels.quantize import BLOCK, quantize_vectors
+from realizar_torch.cpu_kernels.rows_of_table import decode_table_rows
+from torch import Tensor
+
+from realizar_torch.errors import FormatError
+from realizar_torch.formats import get_packed_format
+
+# Below this many products, waking threads costs more than they save (about 15 µs of one thread's work).
+SERIAL_WORK = 1 << 17
+
+_ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
+
+
+class Quantized(Protocol):
+    """int8 activations: ``q`` [M, Kp], fp32 ``scale`` [M, Kp / 32] and ``sums`` [M, Kp / 16]."""
+
+    q: Tensor
+    scale: Tensor
+    sums: Tensor
+    in_features: int
+
+
+class QuantizedRows(NamedTuple):
+    """What ``quantize_activations`` gives; the fields of ``reference.QuantizedActivations``."""
+
+    q: Tensor
+    scale: Tensor
+    sums: Tensor
+    in_features: int
+
+
+@jit
+def _answer(address):
+    store_i64(address, 42)
+
+
+def available() -> str | None:
+    """None if kernels compile and run here, else the reason why not."""
+    if sys.byteorder != "little":
+        return "GGUF bytes are little-endian, this CPU is not"
+    cell = ctypes.c_int64()
+    try:
+        _answer(ctypes.addressof(cell))
+    except Exception as error:
+        return f"Numba cannot compile here: {error}"
+    return None if cell.value == 42 else "a compiled kernel gave a wrong result"
+
+
+def matmul(x: Tensor, weight: Tensor, fmt: str, in_features: int) -> Tensor:
+    """fp32 ``x [M, K] @ decode(weight).T`` → fp32 [M, N]; a row's result does not depend on M."""
+    return _product(None, x, weight, fmt, in_features, None)
+
+
+def matmul_int8(qx: Quantized, weight: Tensor, fmt: str) -> Tensor:
+    """Quantized activations [M, Kp] times ``decode(weight).T`` → fp32 [M, N]."""
+    return _product(None, qx, weight, fmt, qx.in_features, None)
+
+
+def matvec_into(
+    out: Tensor,
+    x: Tensor | Quantized,
+    weight: Tensor,
+    fmt: str,
+    in_features: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``out [M, N] = x [M, K] @ decode(weight).T + bias`` in the caller's fp32 buffer, which is returned.
+
+    ``x`` is fp32 or quantized, ``bias`` fp32 [N]. ``out`` may share no memory with any input.
+    """
+    return _product(out, x, weight, fmt, in_features, bias)
+
+
+def gate_up(
+    x: Tensor | Quantized,
+    gate_weight: Tensor,
+    gate_fmt: str,
+    up_weight: Tensor,
+    up_fmt: str,
+    in_features: int,
+    activation: str,
+) -> Tensor:
+    """``activation(gate_weight · x) * (up_weight · x)`` → fp32 [1, N]: both weights in one pass.
+
+    ``x`` is one vector, fp32 [1, K] or quantized. ``activation``: "silu" or "gelu_tanh".
+    """
+    check_weight("gate_weight", gate_weight, gate_fmt, in_features)
+    rows = gate_weight.shape[0]
+    up = check_weight("up_weight", up_weight, up_fmt, in_features)
+    check_tensor("up_weight", up_weight, torch.uint8, (rows, up.row_bytes(in_features)))
+    if activation not in _ACTIVATIONS:
+        raise FormatError(f"unknown activation {activation!r}, expected one of {', '.join(_ACTIVATIONS)}")
+    vectors = _vectors(x, (gate_fmt, up_fmt), in_features)
+    if vectors.count != 1:
+        raise FormatError(f"gate_up got {vectors.count} vectors, expected 1; use matmul for more")
+    out, other, counter = torch.empty(1, rows), torch.empty(rows), ctypes.c_int64()
+    pool.run(
+        gate_up_tiles,
+        _threads(2 * rows * in_features),
+        ctypes.addressof(counter),
+        vectors.kernel(gate_fmt),
+        gate_weight.data_ptr(),
+        gate_weight.shape[1],
+        vectors.kernel(up_fmt),
+        up_weight.data_ptr(),
+        up_weight.shape[1],
+        rows,
+        in_features,
+        *vectors.addresses,
+        _ACTIVATIONS[activation],
+        other.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def quantize_activations(x: Tensor, fmt: str) -> QuantizedRows:
+    """fp32 ``x [M, K]`` → int8 blocks of 32, K padded to whole blocks of ``fmt``, for all its consumers."""
+    check_tensor("x", x, torch.float32, (None, None), contiguous=False)
+    x, (count, width) = x.contiguous(), x.shape
+    spec = get_packed_format(fmt)
+    padded = spec.blocks(width) * spec.block_size
+    q = torch.empty(count, padded, dtype=torch.int8)
+    scale, sums = torch.empty(count, padded // BLOCK), torch.empty(count, 2 * padded // BLOCK)
+    addresses = (q.data_ptr(), scale.data_ptr(), sums.data_ptr())
+    pool.run(quantize_vectors, _threads(count * padded), x.data_ptr(), count, width, padded, *addresses)
+    return QuantizedRows(q, scale, sums, width)
+
+
+def dequantize(weight: Tensor, fmt: str, in_features: int) -> Tensor:
+    """All rows as fp32 [N, in_features], bit-equal to ggml."""
+    return _decoded_rows(weight, fmt, in_features, None)
+
+
+def embedding(ids: Tensor, weight: Tensor, fmt: str, embedding_dim: int) -> Tensor:
+    """The rows ``ids`` (int64 [n], each below N) as fp32 [n, embedding_dim]."""
+    check_tensor("ids", ids, torch.int64, (None,), contiguous=False)
+    ids = ids.contiguous()
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.shape[0]:
+        raise FormatError(
+            f"ids {int(ids.min())} to {int(ids.max())} exceed a table of {weight.shape[0]} rows"
+        )
+    return _decoded_rows(weight, fmt, embedding_dim, ids)
+
+
+class _Vectors(NamedTuple):
+    """Vectors as kernels take them: how many, the kernel of each format, addresses, bytes between vectors."""
+
+    count: int
+    kernel: Callable[[str], int]
+    addresses: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    # what holds the memory
+    tensors: tuple[Tensor, ...]
+
+
+def _vectors(x: Tensor | Quantized, fmts: Sequence[str], in_features: int) -> _Vectors:
+    """Checked fp32 [M, in_features], or quantized vectors padded to the blocks of every format."""
+    if isinstance(x, Tensor):
+        check_tensor("x", x, torch.float32, (None, in_features), contiguous=False)
+        x = x.contiguous()
+        return _Vectors(
+            x.shape[0], row_kernels.float_rows, (x.data_ptr(), 0, 0), (4 * in_features, 0, 0), (x,)
+        )
+    if x.in_features != in_features:
+        raise FormatError(f"activations have {x.in_features} features, the weight has {in_features}")
+    for fmt in fmts:
+        spec = get_packed_format(fmt)
+        padded = spec.blocks(in_features) * spec.block_size
+        check_tensor("q", x.q, torch.int8, (None, padded))
+    count = x.q.shape[0]
+    check_tensor("scale", x.scale, torch.float32, (count, padded // BLOCK))
+    check_tensor("sums", x.sums, torch.float32, (count, 2 * padded // BLOCK))
+    tensors = (x.q, x.scale, x.sums)
+    strides = (padded, 4 * padded // BLOCK, 8 * padded // BLOCK)
+    return _Vectors(count, row_kernels.int8_rows, tuple(t.data_ptr() for t in tensors), strides, tensors)
+
+
+def _product(
+    out: Tensor | None,
+    x: Tensor | Quantized,
+    weight: Tensor,
+    fmt: str,
+    in_features: int,
+    bias: Tensor | None,
+) -> Tensor:
+    """``x · decoded weight + bias`` into ``out``, or into new memory."""
+    check_weight("weight", weight, fmt, in_features)
+    vectors = _vectors(x, (fmt,), in_features)
+    rows, inputs = weight.shape[0], [*vectors.tensors, weight]
+    if bias is not None:
+        check_tensor("bias", bias, torch.float32, (rows,))
+        inputs.append(bias)
+    if out is None:
+        out = torch.empty(vectors.count, rows)
+    else:
+        check_output(out, (vectors.count, rows), inputs)
+    bias_address = 0 if bias is None else bias.data_ptr()
+    if vectors.count > 1 and isinstance(x, Tensor):
+        _matmul_float(out, vectors.tensors[0], weight, fmt, bias_address)
+        return out
+    counter = ctypes.c_int64()
+    addressed = [pair for both in zip(vectors.addresses, vectors.strides, strict=True) for pair in both]
+    pool.run(
+        matvec_tiles,
+        _threads(vectors.count * rows * in_features),
+        ctypes.addressof(counter),
+        vectors.kernel(fmt),
+        weight.data_ptr(),
+        weight.shape[1],
+        rows,
+        in_features,
+        vectors.count,
+        *addressed,
+        bias_address,
+        out.data_ptr(),
+        4 * rows,
+    )
+    return out
+
+
+def _matmul_float(out: Tensor, x: Tensor, weight: Tensor, fmt: str, bias: int) -> None:
+    """``_product`` of several fp32 vectors: each weight is decoded once."""
+    count, width = x.shape
+    rows = weight.shape[0]
+    x = torch.nn.functional.pad(x, (0, -width % LANES)).contiguous()
+    stride, counter = 4 * x.shape[1], ctypes.c_int64()
+    threads = _threads(count * rows * width)
+    scratch = torch.empty(threads, TILE_ROWS, x.shape[1])
+    pool.run(
+        matmul_tiles,
+        threads,
+        ctypes.addressof(counter),
+        row_kernels.decode_row(fmt),
+        weight.data_ptr(),
+        weight.shape[1],
+        rows,
+        width,
+        stride,
+        count,
+        x.data_ptr(),
+        scratch.data_ptr(),
+        bias,
+        out.data_ptr(),
+    )
+
+
+def _decoded_rows(weight: Tensor, fmt: str, width: int, ids: Tensor | None) -> Tensor:
+    check_weight("weight", weight, fmt, width)
+    count = weight.shape[0] if ids is None else ids.shape[0]
+    out, counter = torch.empty(count, width), ctypes.c_int64()
+    pool.run(
+        decode_table_rows,
+        _threads(count * width),
+        ctypes.addressof(counter),
+        row_kernels.decode_row(fmt),
+        weight.data_ptr(),
+        weight.shape[1],
+        0 if ids is None else ids.data_ptr(),
+        count,
+        width,
+        out.data_ptr(),
+    )
+    return out
+
+
+def _threads(work: int) -> int:
+    return 1 if work < SERIAL_WORK else torch.get_num_threads()
