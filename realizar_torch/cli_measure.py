@@ -3,7 +3,6 @@ rule."""
 
 import argparse
 import json
-import math
 import platform
 import time
 from collections.abc import Callable
@@ -168,35 +167,33 @@ def perplexity(args: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise GGUFError(f"{args.file} cannot be read as UTF-8 text: {error}") from None
     session = open_session(args)
-    from realizar_torch.generation.perplexity import chunk_losses, scored_tokens
-
-    ids = session.tokenizer.encode(text, add_special_tokens=False)
-    losses: list[float] = []
-    estimates: list[float] = []
-    bos = session.tokenizer.bos_token_id
-    chunks = chunk_losses(session.model, ids, context=args.context, chunks=args.chunks, bos_token_id=bos)
     session.announce_compiling()
-    for loss in chunks:
-        losses.append(loss)
-        estimates.append(math.exp(sum(losses) / (len(losses) * scored_tokens(args.context))))
+    from realizar_torch import evaluation
+
+    estimates: list[float] = []
+
+    def show(result: evaluation.Perplexity) -> None:
+        estimates.append(result.value)
         if not args.json:
-            print(f"[{len(losses)}]{estimates[-1]:.4f}", end=" ", flush=True)
-    scored = len(losses) * scored_tokens(args.context)
+            print(f"[{len(estimates)}]{result.value:.4f}", end=" ", flush=True)
+
+    result = evaluation.perplexity(
+        session.model, session.tokenizer, text, context=args.context, chunks=args.chunks, progress=show
+    )
     if args.json:
         record = {
             "model": str(session.path),
             "file": args.file,
             "activations": args.activations,
             "context": args.context,
-            "chunks": len(losses),
-            "scored_tokens": scored,
-            "negative_log_likelihood": sum(losses),
+            "chunks": len(estimates),
+            "scored_tokens": result.scored_tokens,
+            "negative_log_likelihood": sum(result.losses),
             "estimates": estimates,
-            "perplexity": estimates[-1],
+            "perplexity": result.value,
         }
         print(json.dumps(record, ensure_ascii=False))
     else:
-        print(
-            f"\nperplexity {estimates[-1]:.4f} over {scored} tokens ({len(losses)} chunks of {args.context})"
-        )
+        size = f"{result.scored_tokens} tokens ({len(estimates)} chunks of {args.context})"
+        print(f"\nperplexity {result.value:.4f} over {size}")
     return 0

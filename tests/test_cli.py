@@ -321,7 +321,7 @@ def expected_perplexities(tiny: Path, ids: list[int], context: int, chunks: int)
 
 
 def test_perplexity_follows_llama_perplexity(run, tiny, tokenizer, text_file):
-    ids = tokenizer.encode(text_file.read_text(), add_special_tokens=False)
+    ids = [1, *tokenizer.encode(text_file.read_text(), add_special_tokens=False)]
     expected = expected_perplexities(tiny, ids, 32, 3)
     code, out, _ = run("perplexity", text_file, *exact(tiny, "-c", 32, "--chunks", 3))
     assert code == 0
