@@ -160,7 +160,7 @@ def test_state_dict_round_trip_and_format_guard(several: bool) -> None:
         new(module.fmt).load_state_dict({key: torch.zeros(33, 4)}, strict=False)
 
 
-@pytest.mark.parametrize(("fmt", "several"), itertools.product(["Q5_1", None], [False, True]))
+@pytest.mark.parametrize(("fmt", "several"), list(itertools.product(["Q5_1", None], [False, True])))
 def test_everything_that_floats_can_be_trained(fmt: str | None, several: bool) -> None:
     linears = [_packed(fmt) if fmt else nn.Linear(COLUMNS, 33) for _ in range(1 + several)]
     norm = _random(nn.LayerNorm(COLUMNS))

@@ -30,6 +30,8 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Every test runs on the compiled kernels and on the torch path that replaces them."""
     if request.param == "torch":
         monkeypatch.setattr(cpu, "kernels", lambda: torch_kernels)
+    else:
+        assert cpu.kernels().__name__ == "realizar_torch.cpu_kernels.launch"
 
 
 def _exact(x: torch.Tensor, decoded: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -162,6 +164,17 @@ def test_quantized_activations_equal_the_oracle_bit_for_bit(fmt: str, dtype: tor
     assert torch.equal(actual.scale, expected.scale)
     assert torch.equal(actual.sums, expected.sums)
     assert actual.in_features == 300
+
+
+@pytest.mark.parametrize("value", [1e-45, 1e-40, 3e-37, 1e38, 3.4e38, torch.nan, torch.inf, -torch.inf])
+def test_extreme_activations_are_quantized_as_the_oracle_does(value: float) -> None:
+    x = random_activations(3, 96)
+    x[1, 32:64] = 0
+    x[1, 40], x[2, 5] = value, value
+    actual, expected = ops.quantize_activations(x, "Q8_0"), reference.quantize_activations(x, "Q8_0")
+    assert torch.equal(actual.q, expected.q)
+    torch.testing.assert_close(actual.scale, expected.scale, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(actual.sums, expected.sums, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
