@@ -1,0 +1,82 @@
+"""Chat templates: the jinja2 text of `tokenizer.chat_template`, rendered in a sandbox as transformers does.
+
+A template comes with the model file, from anybody: it runs in jinja2's immutable sandbox, without access to
+attributes that lead to Python's internals (as CVE-2024-34359 did in an unsandboxed loader).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from realizar_torch.errors import FormatError
+
+
+class ChatTemplate:
+    """A compiled template. `FormatError` when `source` is not a template."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise FormatError(f"the chat template is not valid jinja2: {error}") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The prompt for `messages`, a sequence of {"role": …, "content": …}. `FormatError` when the template
+        refuses them or fails."""
+        if isinstance(messages, str | Mapping) or not all(isinstance(m, Mapping) for m in messages):
+            raise FormatError(
+                f'messages must be a list of {{"role": …, "content": …}}, found {messages!r:.80}'
+            )
+        try:
+            # templates tell "no tools" by None, as transformers passes it
+            return self._template.render(
+                messages=messages, **({"tools": None, "documents": None} | variables)
+            )
+        except Exception as error:
+            # the template is code from the file: it may fail in any way
+            raise FormatError(f"the chat template failed: {type(error).__name__}: {error}") from error
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}`, by which templates mark the model's own words: renders what it encloses."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes for HTML, which a prompt must not be
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
