@@ -1,4 +1,4 @@
-"""The command line on a tiny model: what each verb prints, its JSON, its exit codes, and its lean start."""
+"""The command line on a tiny model: generate and chat, errors, interrupts, and a lean start."""
 
 import io
 import json
@@ -7,15 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from gguf_files import write_gguf
+from command_line import call, exact, schema
 from hf_reference import reference_model
-from tiny_models import tiny_metadata, tiny_tensors, write_tiny_llama
+from tiny_models import write_tiny_llama
 
-from realizar_torch import cli, cli_session
+from realizar_torch import cli_session
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.checkpoint.tokenizer import Tokenizer
 
@@ -53,26 +54,7 @@ def tokenizer(tiny: Path) -> Tokenizer:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]):
-    def run_(*argv: object) -> tuple[int, str, str]:
-        code = cli.main([str(argument) for argument in argv])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run_
-
-
-def exact(tiny: Path, *options: object) -> tuple[object, ...]:
-    """Options that make the answer equal to the reference's."""
-    return ("--model", tiny, "--activations", "float", *options)
-
-
-def schema(value: object) -> object:
-    """The types of a JSON value; a list is as its first element."""
-    if isinstance(value, dict):
-        return {key: schema(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [schema(item) for item in value[:1]]
-    return type(value).__name__
+    return partial(call, capsys)
 
 
 ANSWER_SCHEMA = {
@@ -173,209 +155,6 @@ def test_chat_drops_a_message_that_is_too_long_and_goes_on(run, tiny, monkeypatc
     assert code == 0
     assert len(out.splitlines()) == 1
     assert "/reset" in err
-
-
-def test_info_prints_metadata_formats_and_memory(run, tiny):
-    code, out, err = run("info", tiny)
-    assert (code, err) == (0, "")
-    assert out.splitlines()[0] == f"{tiny}: llama, 1.26 M parameters, 1.00 MiB in 1 file(s)"
-    for line in (
-        "  llama.block_count                       2",
-        "  tokenizer.ggml.tokens                   [273 items]",
-        # 2 of 512 x 256 in 144 bytes per 256
-        "  Q4_K           2        262144        0.14          4.50",
-        "  F32            5          1280        0.00         32.00",
-        # 2 layers, keys and values, 2 heads of 32, 128 positions, 4 bytes
-        "  KV cache       0.12 MiB for 128 positions in fp32",
-    ):
-        assert line in out.splitlines()
-
-
-def test_info_json(run, tiny):
-    record = json.loads(run("info", tiny, "--json")[1])
-    metadata = record.pop("metadata")
-    assert schema(record) == {
-        "file": "str",
-        "file_bytes": "int",
-        "shards": "int",
-        "architecture": "str",
-        "parameters": "int",
-        "formats": [
-            {
-                "format": "str",
-                "tensors": "int",
-                "parameters": "int",
-                "bytes": "int",
-                "bits_per_weight": "float",
-            }
-        ],
-        "tensors": [{"name": "str", "format": "str", "shape": ["int"], "bytes": "int"}],
-        "memory": {"weights": "int", "kv_cache": "int", "kv_cache_positions": "int"},
-    }
-    assert metadata["llama.context_length"] == 128
-    assert metadata["tokenizer.ggml.tokens"] == {"array_of": 273}
-    assert record["file_bytes"] == tiny.stat().st_size
-    assert record["memory"]["weights"] == sum(tensor["bytes"] for tensor in record["tensors"])
-    assert record["memory"]["kv_cache"] == 2 * 2 * 2 * 32 * 128 * 4
-
-
-def test_check_approves_a_good_file(run, tiny):
-    assert run("check", tiny) == (0, f"{tiny} would load\n", "")
-    assert json.loads(run("check", tiny, "--json")[1]) == {"file": str(tiny), "loads": True, "problems": []}
-
-
-def test_check_names_every_problem_at_once(run, tmp_path):
-    tensors = tiny_tensors()
-    missing = [name for name in tensors if ".ffn_" in name]
-    for name in missing:
-        del tensors[name]
-    tensors["blk.0.surprise.weight"] = tensors["output_norm.weight"]
-    metadata = tiny_metadata() | {"tokenizer.ggml.model": "no such model"}
-    path = write_gguf(tmp_path / "bad.gguf", metadata, tensors)
-    code, out, err = run("check", path)
-    assert (code, err) == (1, "")
-    lines = out.splitlines()
-    assert lines[0] == f"{path} would not load:"
-    assert len(lines) == 1 + len(missing) + 1 + 1
-    for word in (*missing, "blk.0.surprise.weight", "no such model"):
-        assert sum(word in line for line in lines) == 1
-    record = json.loads(run("check", path, "--json")[1])
-    assert record["loads"] is False and [f"  - {problem}" for problem in record["problems"]] == lines[1:]
-
-
-def test_check_of_a_damaged_file_is_one_problem(run, tiny, tmp_path):
-    path = tmp_path / "cut.gguf"
-    path.write_bytes(tiny.read_bytes()[:-1000])
-    code, out, _ = run("check", path, "--json")
-    assert code == 1
-    assert len(json.loads(out)["problems"]) == 1
-
-
-def test_bench_prints_llama_bench_rows(run, tiny):
-    code, out, _ = run("bench", "--model", tiny, "-p", 16, "-n", 8, "-r", 2)
-    header, rule, prompt, generation = out.splitlines()
-    assert code == 0
-    cells = [cell.strip() for cell in header.strip("|").split("|")]
-    assert cells == ["model", "size", "params", "backend", "activations", "threads", "test", "t/s"]
-    assert set(rule) == set("|-: ")
-    common = r"\| +llama BF16 \| 0\.99 MiB \| 1\.26 M \| +cpu \| +int8 \| +\d+ \| "
-    assert re.fullmatch(common + r"pp16 \| +\d+\.\d\d ± \d+\.\d\d \|", prompt)
-    assert re.fullmatch(common + r" tg8 \| +\d+\.\d\d ± \d+\.\d\d \|", generation)
-
-
-def test_bench_json(run, tiny):
-    code, out, _ = run(
-        "bench", "--model", tiny, "-p", 16, "-n", 8, "-r", 3, "--json", "--activations", "float"
-    )
-    records = json.loads(out)
-    assert code == 0
-    assert schema(records[0]) == {
-        "model_filename": "str",
-        "model_type": "str",
-        "model_size": "int",
-        "model_n_params": "int",
-        "backend": "str",
-        "activations": "str",
-        "n_threads": "int",
-        "cpu_info": "str",
-        "versions": {"realizar_torch": "str", "torch": "str"},
-        "test": "str",
-        "n_prompt": "int",
-        "n_gen": "int",
-        "avg_ns": "int",
-        "stddev_ns": "int",
-        "avg_ts": "float",
-        "stddev_ts": "float",
-        "samples_ns": ["int"],
-        "samples_ts": ["float"],
-    }
-    assert [(r["test"], r["n_prompt"], r["n_gen"]) for r in records] == [("pp16", 16, 0), ("tg8", 0, 8)]
-    for record in records:
-        tokens = record["n_prompt"] + record["n_gen"]
-        assert len(record["samples_ns"]) == 3
-        for nanoseconds, rate in zip(record["samples_ns"], record["samples_ts"], strict=True):
-            assert rate * nanoseconds / 1e9 == pytest.approx(tokens, rel=1e-3)
-
-
-@pytest.fixture(scope="module")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("texts") / "text.txt"
-    path.write_text("the cat is in and on the end of a thing; and the other is of the cat. " * 4)
-    return path
-
-
-def expected_perplexities(tiny: Path, ids: list[int], context: int, chunks: int) -> list[float]:
-    """llama-perplexity's rule, written out one token at a time over transformers' logits."""
-    model = reference_model(tiny)
-    total, count, estimates = 0.0, 0, []
-    for chunk in range(chunks):
-        tokens = ids[chunk * context : (chunk + 1) * context]
-        tokens[0] = 1
-        with torch.no_grad():
-            log_probabilities = model(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
-        for position in range(context // 2, context - 1):
-            total -= float(log_probabilities[position, tokens[position + 1]])
-            count += 1
-        estimates.append(torch.tensor(total / count).exp().item())
-    return estimates
-
-
-def test_perplexity_follows_llama_perplexity(run, tiny, tokenizer, text_file):
-    ids = [1, *tokenizer.encode(text_file.read_text(), add_special_tokens=False)]
-    expected = expected_perplexities(tiny, ids, 32, 3)
-    code, out, _ = run("perplexity", text_file, *exact(tiny, "-c", 32, "--chunks", 3))
-    assert code == 0
-    running, result = out.splitlines()
-    found = [float(number) for number in re.findall(r"\[\d\](\d+\.\d{4})", running)]
-    assert found == pytest.approx(expected, rel=1e-4)
-    assert result == f"perplexity {found[-1]:.4f} over 45 tokens (3 chunks of 32)"
-
-
-def test_perplexity_json(run, tiny, text_file):
-    record = json.loads(run("perplexity", text_file, *exact(tiny, "-c", 32, "--chunks", 2, "--json"))[1])
-    assert schema(record) == {
-        "model": "str",
-        "file": "str",
-        "activations": "str",
-        "context": "int",
-        "chunks": "int",
-        "scored_tokens": "int",
-        "negative_log_likelihood": "float",
-        "estimates": ["float"],
-        "perplexity": "float",
-    }
-    assert (record["chunks"], record["scored_tokens"], len(record["estimates"])) == (2, 30, 2)
-
-
-def test_doctor_tells_versions_threads_and_parity(run):
-    code, out, _ = run("doctor")
-    assert code == 0
-    assert f"torch            {torch.__version__}" in out.splitlines()
-    assert re.search(r"^threads          \d+ ", out, re.MULTILINE)
-    assert len(re.findall(r"^  cpu +Q\w+ +float \d\.\de-\d\d +int8 \d\.\de-\d\d$", out, re.MULTILINE)) == 10
-    assert out.endswith("all right\n")
-
-
-def test_doctor_json_and_exit_code_of_a_wrong_kernel(run, monkeypatch):
-    from realizar_torch import diagnosis
-
-    right = diagnosis.ops.linear
-
-    def wrong(x, weight, fmt, *args, **options):
-        result = right(x, weight, fmt, *args, **options)
-        return result * 1.001 if fmt == "Q5_K" and len(x) > 1 else result
-
-    monkeypatch.setattr(diagnosis.ops, "linear", wrong)
-    code, out, _ = run("doctor", "--json")
-    record = json.loads(out)
-    assert code == 1
-    assert record["ok"] is False
-    assert {check["fmt"] for check in record["parity"] if not check["ok"]} == {"Q5_K"}
-    assert schema(record["parity"]) == [
-        {"device": "str", "fmt": "str", "activations": "str", "error": "float", "ok": "bool"}
-    ]
-    assert all(isinstance(value, str) for value in record["facts"].values())
-    assert "WRONG" in run("doctor")[1]
 
 
 @pytest.mark.parametrize(

@@ -1,98 +1,20 @@
-"""The generation loop on a scripted model: transformers' semantics, stops, streaming, early errors."""
+"""The generation loop on a scripted model: transformers' semantics, stops, streamers, early errors."""
 
-import itertools
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from scripted_model import EOS, PAD, VOCAB, Letters, MarkovModel, scripted
 
 from realizar_torch.errors import BackendUnavailableError, CacheFullError, FormatError, RealizarError
-from realizar_torch.generation import loop
 from realizar_torch.generation.loop import generate_ids
-from realizar_torch.generation.stopping import HeldText
-from realizar_torch.generation.text import generate_text, stream_text
-
-VOCAB = 30
-EOS, PAD = 1, 0
-
-
-class MarkovModel:
-    """Logits depend on the last token only: a row of a random table. Steps write into one reused buffer."""
-
-    def __init__(self, max_seq_len: int = 64, pad_token_id: int | None = PAD) -> None:
-        self.config = SimpleNamespace(vocab_size=VOCAB, context_length=128)
-        self.max_seq_len, self.batch_size = max_seq_len, 1
-        self.eos_token_ids, self.pad_token_id = (EOS, 2), pad_token_id
-        self.device = torch.device("cpu")
-        self.table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(4))
-        self.table[:, :3] -= 20
-        self.steps = self.prefills = 0
-        self.mask: torch.Tensor | None = None
-        self.buffer = torch.empty(0)
-
-    def follow(self, script: list[int]) -> None:
-        """Makes each token of ``script`` the likeliest successor of the one before it."""
-        for last, following in itertools.pairwise(script):
-            self.table[last, following] = 50.0
-
-    def chain(self, last: int, count: int) -> list[int]:
-        """Greedy successors of ``last``."""
-        ids = []
-        for _ in range(count):
-            last = int(self.table[last].argmax())
-            ids.append(last)
-        return ids
-
-
-class Letters:
-    """Token 3 is "a", 4 is "b" …; token 29 is the first half of "é" and 28 its second half."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) - ord("a") + 3 for letter in text]
-
-    def apply_chat_template(self, messages, *, add_generation_prompt):
-        assert add_generation_prompt
-        return self.encode("".join(message["content"] for message in messages))
-
-    def detokenizer(self):
-        held = []
-
-        def push(token: int) -> str:
-            if token == 29:
-                held.append(token)
-                return ""
-            if token == 28 and held:
-                held.clear()
-                return "é"
-            return chr(token - 3 + ord("a"))
-
-        return SimpleNamespace(push=push, flush=lambda: "\N{REPLACEMENT CHARACTER}" if held else "")
+from realizar_torch.generation.text import stream_text
 
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> MarkovModel:
-    def new_state(model, batch_size, max_positions):
-        return SimpleNamespace(batch_size=batch_size, free=max_positions)
-
-    def prefill(model, input_ids, attention_mask, state):
-        model.prefills += 1
-        model.mask = attention_mask
-        state.free -= input_ids.shape[1]
-        assert state.free >= 0
-        model.buffer = torch.zeros(state.batch_size, VOCAB)
-        return model.buffer.copy_(model.table[input_ids[:, -1]])
-
-    def decode_step(model, token_ids, state):
-        model.steps += 1
-        state.free -= 1
-        assert state.free >= 0
-        assert token_ids.shape == (state.batch_size,) and token_ids.dtype == torch.int64
-        return model.buffer.copy_(model.table[token_ids])
-
-    for function in (new_state, prefill, decode_step):
-        monkeypatch.setattr(loop, function.__name__, function)
-    return MarkovModel()
+    return scripted(monkeypatch)
 
 
 def prompt(*ids: int) -> torch.Tensor:
@@ -316,86 +238,3 @@ def test_results_are_ordinary_tensors_in_every_grad_mode(model, grad):
         assert torch.is_inference_mode_enabled() == (grad is torch.inference_mode)
     if grad is not torch.inference_mode:
         embedding(ids).sum().backward()
-
-
-def test_text_is_the_answer_without_prompt_and_stop_token(model):
-    model.follow([*Letters().encode("xhello"), EOS])
-    # "l" follows "l": the scripted model would never leave it
-    model.table[14, 14], model.table[14, 17] = 0.0, 60.0
-    assert generate_text(model, Letters(), "x", max_new_tokens=20) == "helo"
-    messages = [{"role": "user", "content": "wx"}]
-    assert generate_text(model, Letters(), messages, max_new_tokens=20) == "helo"
-    assert generate_text(model, Letters(), "x", max_new_tokens=2) == "he"
-
-
-def test_stream_tells_ids_reason_and_metrics(model):
-    model.follow([*Letters().encode("xabc"), EOS])
-    stream = stream_text(model, Letters(), "wx", max_new_tokens=20)
-    assert stream.stop_reason is None
-    assert list(stream) == ["a", "b", "c"]
-    assert stream.token_ids == [3, 4, 5, EOS]
-    assert stream.stop_reason == "eos"
-    metrics = stream.metrics
-    assert (metrics.prompt_tokens, metrics.new_tokens, metrics.rows) == (2, 4, 1)
-    assert 0 < metrics.first_token <= metrics.last_token
-    assert metrics.tokens_per_second == 3 / (metrics.last_token - metrics.first_token)
-
-
-def test_stream_raises_at_the_call_and_leaves_grad_mode_alone(model):
-    with pytest.raises(CacheFullError):
-        stream_text(model, Letters(), "x", max_new_tokens=64)
-    for prompt_without_tokens in ("", [], 5, ["a", "b"]):
-        with pytest.raises(FormatError):
-            stream_text(model, Letters(), prompt_without_tokens, max_new_tokens=1)
-    for _ in stream_text(model, Letters(), "x", max_new_tokens=3):
-        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-
-
-def test_stop_string_across_tokens_cuts_the_text_and_keeps_the_ids(model):
-    model.follow(Letters().encode("xabcdefg"))
-    stream = stream_text(model, Letters(), "x", max_new_tokens=7, stop_strings=["cde", "zz"])
-    assert list(stream) == ["a", "b"]
-    assert stream.token_ids == Letters().encode("abcde")
-    assert stream.stop_reason == "stop_string"
-    ids = generate_ids(
-        model, prompt(*Letters().encode("xabc")), max_new_tokens=7, stop_strings="de", tokenizer=Letters()
-    )
-    assert ids.tolist() == [Letters().encode("xabcde")]
-
-
-def test_held_back_text_and_half_characters_come_at_the_end(model):
-    model.follow(Letters().encode("xabcd"))
-    stream = stream_text(model, Letters(), "x", max_new_tokens=3, stop_strings=["cdef"])
-    assert list(stream) == ["a", "b", "c"]
-    assert stream.stop_reason == "length"
-    model.follow([4, 29, 28, 29])
-    # stronger than what the first script has taught "b" and the second "é"
-    model.table[4, 29] = model.table[28, 29] = 60.0
-    stream = stream_text(model, Letters(), "b", max_new_tokens=3)
-    assert list(stream) == ["é", "\N{REPLACEMENT CHARACTER}"]
-
-
-def test_one_row_stops_at_its_string_while_the_other_goes_on(model):
-    model.follow(Letters().encode("abcdefgh"))
-    model.follow(Letters().encode("npqrstuv"))
-    ids = generate_ids(
-        model, prompt(3, 16).T, max_new_tokens=4, stop_strings=["bc"], tokenizer=Letters(), eos_token_id=[]
-    )
-    assert ids.tolist() == [[3, 4, 5, PAD, PAD], Letters().encode("npqrs")]
-
-
-@pytest.mark.parametrize(
-    ("stops", "pieces", "released", "stopped"),
-    [
-        ([], ["ab", "c"], ["ab", "c", ""], False),
-        (["abc"], ["xa", "bd", "abc!"], ["x", "abd", "", ""], True),
-        (["aab"], ["aa", "a", "b"], ["", "a", "", ""], True),
-        (["\n\n", "end"], ["one\n", "two e", "n", "x"], ["one", "\ntwo ", "", "enx", ""], False),
-        (["cd", "bcde"], ["ab", "cd"], ["a", "b", ""], True),
-        (["ab"], ["a"], ["", "a"], False),
-    ],
-)
-def test_held_text_releases_all_that_is_certain(stops, pieces, released, stopped):
-    held = HeldText(stops)
-    assert [*[held.push(piece) for piece in pieces], held.flush()] == released
-    assert held.stopped is stopped

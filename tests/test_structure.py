@@ -24,7 +24,7 @@ LEVELS = (
     {"nn"},
     {"models", "surgery"},
     {"generation"},
-    {"hf", "cli", "diagnosis", "demo_model"},
+    {"hf", "cli", "diagnosis", "demo_model", "evaluation"},
 )
 HEAVY = ("triton", "numba", "llvmlite", "transformers", "tokenizers", "jinja2", "safetensors", "gguf")
 # the only environment a program of ours looks at: where the user's cache directory is
