@@ -21,6 +21,12 @@ _HOMES = {
     "QuantizedLinear": "nn.linear",
     "QuantizedEmbedding": "nn.embedding",
     "FusedLayerNormLinear": "nn.norm_linear",
+    "KVCache": "nn.kv_cache",
+    "ModelConfig": "models.config",
+    "Transformer": "models.transformer",
+    "CausalLM": "generation.causal_lm",
+    "load": "generation.causal_lm",
+    "Workspace": "generation.workspace",
 }
 _SUBMODULES = ("ops",)
 

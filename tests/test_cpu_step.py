@@ -42,7 +42,7 @@ def ids():
 
 
 def decode(model, ids, mask=None, only=None):
-    """Logits [B, STEPS, V] of the last STEPS tokens, fed one at a time; ``only`` goes on with one row's cache."""
+    """Logits [B, STEPS, V] of the last STEPS tokens, fed one at a time; ``only``: by one row's cache."""
     with torch.inference_mode():
         state = new_state(model, len(ids), ids.shape[1])
         prefill(model, ids[:, :-STEPS], mask, state)
@@ -96,7 +96,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(path, ids, activa
     together = decode(model, ids)
     threads = torch.get_num_threads()
     try:
-        for count in (1, 2, 3, 5):
+        for count in (1, 2, 3):
             torch.set_num_threads(count)
             assert torch.equal(decode(model, ids), together)
     finally:
