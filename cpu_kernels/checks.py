@@ -12,7 +12,7 @@ from realizar_torch.formats import BlockFormat, get_packed_format
 def check_tensor(
     name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int | None], *, contiguous: bool = True
 ) -> None:
-    """A CPU tensor of ``dtype`` whose shape is ``shape`` (None: any size), contiguous unless that is waived."""
+    """A CPU tensor of ``dtype`` with ``shape`` (None: any size), contiguous unless that is waived."""
     if tensor.device.type != "cpu":
         raise FormatError(f"{name} is on {tensor.device}, expected a CPU tensor; move it with .cpu()")
     if tensor.dtype != dtype:

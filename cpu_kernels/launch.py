@@ -15,6 +15,7 @@ from realizar_torch.cpu_kernels import pool, row_kernels
 from realizar_torch.cpu_kernels.checks import check_output, check_tensor, check_weight
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.matmul_float import LANES, TILE_ROWS, matmul_tiles
+from realizar_torch.cpu_kernels.matmul_int8 import STATE_BYTES, matmul_int8_tiles
 from realizar_torch.cpu_kernels.matvec import gate_up_tiles, matvec_tiles
 from realizar_torch.cpu_kernels.memory import store_i64
 from realizar_torch.cpu_kernels.program import GELU_TANH, SILU
@@ -216,8 +217,9 @@ def _product(
     else:
         check_output(out, (vectors.count, rows), inputs)
     bias_address = 0 if bias is None else bias.data_ptr()
-    if vectors.count > 1 and isinstance(x, Tensor):
-        _matmul_float(out, vectors.tensors[0], weight, fmt, bias_address)
+    if vectors.count > 1:
+        several = _matmul_float if isinstance(x, Tensor) else _matmul_int8
+        several(out, vectors, weight, fmt, in_features, bias_address)
         return out
     counter = ctypes.c_int64()
     addressed = [pair for both in zip(vectors.addresses, vectors.strides, strict=True) for pair in both]
@@ -239,13 +241,13 @@ def _product(
     return out
 
 
-def _matmul_float(out: Tensor, x: Tensor, weight: Tensor, fmt: str, bias: int) -> None:
-    """``_product`` of several fp32 vectors: each weight is decoded once."""
-    count, width = x.shape
+def _matmul_float(
+    out: Tensor, vectors: _Vectors, weight: Tensor, fmt: str, in_features: int, bias: int
+) -> None:
+    """``_product`` of several fp32 vectors."""
     rows = weight.shape[0]
-    x = torch.nn.functional.pad(x, (0, -width % LANES)).contiguous()
-    stride, counter = 4 * x.shape[1], ctypes.c_int64()
-    threads = _threads(count * rows * width)
+    x = torch.nn.functional.pad(vectors.tensors[0], (0, -in_features % LANES)).contiguous()
+    threads, counter = _threads(vectors.count * rows * in_features), ctypes.c_int64()
     scratch = torch.empty(threads, TILE_ROWS, x.shape[1])
     pool.run(
         matmul_tiles,
@@ -255,11 +257,36 @@ def _matmul_float(out: Tensor, x: Tensor, weight: Tensor, fmt: str, bias: int) -
         weight.data_ptr(),
         weight.shape[1],
         rows,
-        width,
-        stride,
-        count,
+        in_features,
+        4 * x.shape[1],
+        vectors.count,
         x.data_ptr(),
         scratch.data_ptr(),
+        bias,
+        out.data_ptr(),
+    )
+
+
+def _matmul_int8(
+    out: Tensor, vectors: _Vectors, weight: Tensor, fmt: str, in_features: int, bias: int
+) -> None:
+    """``_product`` of several quantized vectors."""
+    rows, (_, _, sums) = weight.shape[0], vectors.tensors
+    aux, state = torch.empty_like(sums), torch.zeros(STATE_BYTES // 8, dtype=torch.int64)
+    pool.run(
+        matmul_int8_tiles,
+        _threads(vectors.count * rows * in_features),
+        state.data_ptr(),
+        row_kernels.int8_columns(fmt),
+        row_kernels.int8_matmul(fmt),
+        weight.data_ptr(),
+        weight.shape[1],
+        rows,
+        in_features,
+        vectors.strides[0],
+        vectors.count,
+        *vectors.addresses,
+        aux.data_ptr(),
         bias,
         out.data_ptr(),
     )

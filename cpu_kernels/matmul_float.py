@@ -131,8 +131,8 @@ def matmul_tiles(
 ):
     """fp32 ``out [count, rows] = x · decoded weight + bias``, tiles of rows handed out by ``counter``.
 
-    ``decode``: address of a row decoder. ``x`` is fp32 [count, stride / 4], zero past ``width``; ``stride`` is
-    a multiple of 64 bytes. ``scratch``: TILE_ROWS * ``stride`` bytes for each thread. A ``bias`` of 0 is none.
+    ``decode``: address of a row decoder. ``x``: fp32 [count, stride / 4], zero past ``width``. ``stride``:
+    bytes, a multiple of 64. ``scratch``: TILE_ROWS * ``stride`` bytes a thread. A ``bias`` of 0 is none.
     """
     weights = scratch + TILE_ROWS * stride * thread
     step = max(_SIDE, _ACTIVATION_BYTES // stride // _SIDE * _SIDE)
