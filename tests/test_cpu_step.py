@@ -46,7 +46,7 @@ def decode(model, ids, mask=None, only=None):
     with torch.inference_mode():
         state = new_state(model, len(ids), ids.shape[1])
         prefill(model, ids[:, :-STEPS], mask, state)
-        assert state.cpu_step is not None
+        assert state.fused is not None
         if only is not None:
             batched, ids = state.cache, ids[only : only + 1]
             state = new_state(model, 1, ids.shape[1])

@@ -16,7 +16,7 @@ class DecodeState:
     def __init__(self, model: Transformer, batch_size: int, max_positions: int):
         self.cache = KVCache(model.config, batch_size, max_positions, device=model.device, dtype=model.dtype)
         self.workspace = Workspace.for_model(model.config, batch_size, device=model.device)
-        self.cpu_step: CpuStep | None = None
+        self.fused: CpuStep | None = None
 
 
 def new_state(model: Transformer, batch_size: int, max_positions: int) -> DecodeState:
@@ -31,7 +31,7 @@ def prefill(
 
     input_ids int [B, T] -> fp32 logits [B, V] of the last position.
     """
-    state.cpu_step = CpuStep(model, state.cache, state.workspace) if can_fuse(model, state.cache) else None
+    state.fused = CpuStep(model, state.cache, state.workspace) if can_fuse(model, state.cache) else None
     return model(input_ids, attention_mask, cache=state.cache, logits_to_keep=1).logits[:, -1]
 
 
@@ -46,6 +46,6 @@ def decode_step(model: Transformer, token_ids: Tensor, state: DecodeState) -> Te
             f"expected int64 [{state.cache.batch_size}]"
         )
     state.cache.require(1)
-    if state.cpu_step is not None:
-        return state.cpu_step.run(token_ids)
+    if state.fused is not None:
+        return state.fused.run(token_ids)
     return model(token_ids[:, None], cache=state.cache).logits[:, -1]
