@@ -23,6 +23,7 @@ class MarkovModel:
         self.table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(4))
         self.table[:, :3] -= 20
         self.steps = self.prefills = 0
+        self.fed: list[list[int]] = []
         self.mask: torch.Tensor | None = None
         self.buffer = torch.empty(0)
 
@@ -81,6 +82,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> MarkovModel:
 
     def decode_step(model, token_ids, state):
         model.steps += 1
+        model.fed.append(token_ids.tolist())
         state.free -= 1
         assert state.free >= 0
         assert token_ids.shape == (state.batch_size,) and token_ids.dtype == torch.int64

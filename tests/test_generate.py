@@ -33,6 +33,7 @@ def test_rows_that_end_early_are_filled_with_pad(model):
     model.follow([20, 21, 22, 23, 24, 2])
     ids = generate_ids(model, prompt(5, 20).T, max_new_tokens=20)
     assert ids.tolist() == [[5, 6, 7, EOS, PAD, PAD], [20, 21, 22, 23, 24, 2]]
+    assert model.fed == [[6, 21], [7, 22], [EOS, 23], [PAD, 24]]
 
 
 @pytest.mark.parametrize(("eos", "expected"), [(7, [6, 7]), ([9, 7], [6, 7]), ((8,), [6, 7, 8])])

@@ -114,6 +114,12 @@ def test_draw_never_takes_a_removed_token():
     assert set(tokens.tolist()) == {4, 6}
 
 
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (0.5, 3), (1 - 2**-53, 3)])
+def test_draw_at_the_ends_of_the_interval(monkeypatch, uniform, token):
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, uniform, dtype=torch.float64))
+    assert draw(torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]]), None).tolist() == [token]
+
+
 def test_greedy_takes_the_first_maximum_and_leaves_the_logits_alone():
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [5.0, 5.0, -1.0, 5.0]])
     before = logits.clone()
@@ -124,7 +130,7 @@ def test_greedy_takes_the_first_maximum_and_leaves_the_logits_alone():
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize("temperature", [0, 0.0, 1e-45, 1e-38, 1e-6])
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-45, 2e-38, 1e-6])
 def test_cold_sampling_is_greedy_without_nan(temperature):
     logits = random_logits(rows=50, seed=9) * 100
     tokens = sample(logits, SamplingParams(True, temperature), None, torch.Generator().manual_seed(0))

@@ -99,6 +99,7 @@ def test_one_row_stops_at_its_string_while_the_other_goes_on(model):
         (["\n\n", "end"], ["one\n", "two e", "n", "x"], ["one", "\ntwo ", "", "enx", ""], False),
         (["cd", "bcde"], ["ab", "cd"], ["a", "b", ""], True),
         (["ab"], ["a"], ["", "a"], False),
+        (["y", "ab"], ["xabcy"], ["x", ""], True),
     ],
 )
 def test_held_text_releases_all_that_is_certain(stops, pieces, released, stopped):
