@@ -15,7 +15,7 @@ from realizar_torch.triton_kernels.launch import (
     same_device,
     vector,
 )
-from realizar_torch.triton_kernels.primitives import cast
+from realizar_torch.triton_kernels.primitives import cast, release_successor
 from realizar_torch.triton_kernels.row_sums import float_rows, int8_rows
 
 
@@ -40,13 +40,14 @@ def store_rows(
 def _int8_kernel(
     weight, row_stride, n_rows, blocks, xq, xscale, xsums, out, out_stride, bias, residual,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
-    WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: BN weight rows × M int8 vectors (bytes: see decode.py and row_sums.int8_step)."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     sums = int8_rows(
-        weight, row_stride, rows, n_rows, blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, BN, CB, WHOLE
+        weight, row_stride, rows, n_rows, blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, BN, CB, WHOLE, DEPENDENT
     )
+    release_successor(DEPENDENT)
     store_rows(sums, rows, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)
 
 
@@ -55,12 +56,14 @@ def _float_kernel(
     weight, row_stride, n_rows, blocks, x, in_features, out, out_stride, bias, residual,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
     WHOLE: tl.constexpr, RAGGED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: BN weight rows × M float vectors ``x [M, in_features]``, exact weights, fp32 accumulation."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     sums = float_rows(
-        weight, row_stride, rows, n_rows, blocks, x, in_features, FMT, PLANAR, ALIGN, M, BN, CB, WHOLE, RAGGED
+        weight, row_stride, rows, n_rows, blocks, x, in_features, FMT, PLANAR, ALIGN, M, BN, CB, WHOLE, RAGGED, DEPENDENT
     )
+    release_successor(DEPENDENT)
     store_rows(sums, rows, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)
 
 
@@ -75,6 +78,7 @@ def matvec(
     out: torch.Tensor | None = None,
     layout: str = "ggml",
     launch: Launch | None = None,
+    dependent: int = 0,
 ) -> torch.Tensor:
     """y = x·Wᵀ + bias + residual with exact weights and fp32 accumulation.
 
@@ -84,7 +88,7 @@ def matvec(
     packed = packed_rows(weight, fmt, in_features, layout)
     flat = float_rows_of(x, in_features)
     device = same_device(x, weight, bias, residual, out)
-    result = _output(out, (*x.shape[:-1], packed.rows), x.dtype, device)
+    result = output_tensor(out, (*x.shape[:-1], packed.rows), x.dtype, device)
     if result.numel() == 0:
         return result
     bias = vector(bias, packed.rows, "bias")
@@ -96,7 +100,7 @@ def matvec(
             FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, M=flat.shape[0], BN=shape.rows, CB=shape.blocks,
             WHOLE=packed.blocks % shape.blocks == 0, RAGGED=in_features % packed.fmt.block_size != 0,
             HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-            num_warps=shape.warps, enable_fp_fusion=True,
+            DEPENDENT=int(dependent), num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=bool(dependent),
         )  # fmt: skip
     return result
 
@@ -115,6 +119,7 @@ def matvec_int8(
     out_dtype: torch.dtype = torch.float32,
     layout: str = "ggml",
     launch: Launch | None = None,
+    dependent: int = 0,
 ) -> torch.Tensor:
     """y = x̂·Wᵀ + bias + residual where x̂ = q·scale are activations quantized by ``quantize.quantize_activations``.
 
@@ -125,7 +130,7 @@ def matvec_int8(
     check_int8(q, scale, sums, packed.blocks * packed.fmt.block_size)
     device = same_device(q, scale, sums, weight, bias, residual, out)
     dtype = residual.dtype if residual is not None else out_dtype
-    result = _output(out, (q.shape[0], packed.rows), dtype, device)
+    result = output_tensor(out, (q.shape[0], packed.rows), dtype, device)
     if result.numel() == 0:
         return result
     bias = vector(bias, packed.rows, "bias")
@@ -137,7 +142,7 @@ def matvec_int8(
             bias, residual,
             FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, M=q.shape[0], BN=shape.rows, CB=shape.blocks,
             WHOLE=packed.blocks % shape.blocks == 0, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-            num_warps=shape.warps, enable_fp_fusion=True,
+            DEPENDENT=int(dependent), num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=bool(dependent),
         )  # fmt: skip
     return result
 
@@ -162,9 +167,10 @@ def check_int8(q: torch.Tensor, scale: torch.Tensor, sums: torch.Tensor, width: 
         )
 
 
-def _output(
+def output_tensor(
     out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
+    """``out`` after a check of shape and dtype, or a new tensor."""
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)
     if out.shape != shape or out.dtype not in FLOAT_DTYPES or not out.is_contiguous():

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # The interpreter has no PTX: every inline-assembly piece below has a twin in plain Triton.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -114,3 +115,17 @@ def cast(value, DTYPE: tl.constexpr):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         value = tl.where(value == value, rounded.to(tl.float32, bitcast=True), value)
     return value.to(DTYPE)
+
+
+@triton.jit
+def wait_for_predecessor(DEPENDENT: tl.constexpr):
+    """Return when the previous kernel of the stream has finished; what it wrote may be read only after this."""
+    if DEPENDENT:
+        gdc_wait()
+
+
+@triton.jit
+def release_successor(DEPENDENT: tl.constexpr):
+    """Let the next kernel of the stream start (its programs wait for this grid to finish before they read from it)."""
+    if DEPENDENT == 1 or DEPENDENT == 3:
+        gdc_launch_dependents()

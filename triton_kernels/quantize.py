@@ -6,7 +6,12 @@ import triton.language as tl
 
 from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, float_rows_of, on_device, same_device, vector
-from realizar_torch.triton_kernels.primitives import cast, round_half_even
+from realizar_torch.triton_kernels.primitives import (
+    cast,
+    release_successor,
+    round_half_even,
+    wait_for_predecessor,
+)
 
 NORMALIZATIONS = ("rmsnorm", "layernorm")
 Int8Activations = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -42,12 +47,14 @@ def store_int8(values, block, columns, row, width, q, scale, sums):
 def _prepare_kernel(
     x, residual, total, norm_weight, norm_bias, eps, in_features, width, normed, q, scale, sums,
     B: tl.constexpr, NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM_BIAS: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, INT8: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, INT8: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Row program_id(0), blocks of 32 from program_id(1)*B: s = x (+ residual); y = norm(s); y or its int8 form.
 
     rmsnorm: y = s / sqrt(mean(s²) + eps) * w; layernorm: y = (s - mean) / sqrt(var + eps) * w + b. fp32 statistics.
     """
+    release_successor(DEPENDENT)
+    wait_for_predecessor(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * B + tl.arange(0, B)
     columns = (
@@ -89,7 +96,9 @@ def empty_int8(rows: int, width: int, device: torch.device) -> Int8Activations:
     )
 
 
-def quantize_activations(x: torch.Tensor, width: int, out: Int8Activations | None = None) -> Int8Activations:
+def quantize_activations(
+    x: torch.Tensor, width: int, out: Int8Activations | None = None, *, dependent: int = 0
+) -> Int8Activations:
     """x ``[..., K]`` floats → (q, scale, sums) of ``[M, width]``; columns past K are zeros.
 
     ``width`` is K rounded up to whole blocks of the weight's format. The numbers equal
@@ -105,7 +114,7 @@ def quantize_activations(x: torch.Tensor, width: int, out: Int8Activations | Non
         _prepare_kernel[(rows.shape[0], triton.cdiv(width, 1024))](
             rows, None, None, None, None, 0.0, in_features, width, None, *result,
             B=32, NORM="none", HAS_RESIDUAL=False, HAS_NORM_BIAS=False, ZERO_CENTERED=False, INT8=True,
-            num_warps=4, enable_fp_fusion=True,
+            DEPENDENT=int(dependent), num_warps=4, enable_fp_fusion=True, launch_pdl=bool(dependent),
         )  # fmt: skip
     return result
 
@@ -122,6 +131,7 @@ def norm_quantize(
     residual: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
     out: Int8Activations | None = None,
+    dependent: int = 0,
 ) -> Int8Activations:
     """norm(x + residual) quantized to int8, x ``[..., K]`` → (q, scale, sums) of ``[M, width]``.
 
@@ -132,7 +142,8 @@ def norm_quantize(
     rows = float_rows_of(x, in_features, limit=None)
     result = out or empty_int8(rows.shape[0], width, x.device)
     _norm(
-        rows, norm_weight, norm_bias, normalization, eps, zero_centered, residual, total, width, None, result
+        rows, norm_weight, norm_bias, normalization, eps, zero_centered, residual, total, width, None, result,
+        dependent,
     )
     return result
 
@@ -148,6 +159,7 @@ def normalize(
     residual: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
+    dependent: int = 0,
 ) -> torch.Tensor:
     """norm(x + residual), x ``[..., K]`` → the same shape in ``out_dtype``; ``total`` as in ``norm_quantize``."""
     in_features = x.shape[-1] if x.dim() else 0
@@ -165,6 +177,7 @@ def normalize(
         in_features,
         result,
         None,
+        dependent,
     )
     return result.view(x.shape)
 
@@ -181,6 +194,7 @@ def _norm(
     width: int,
     normed: torch.Tensor | None,
     int8: Int8Activations | None,
+    dependent: bool,
 ) -> None:
     in_features = rows.shape[1]
     if normalization not in NORMALIZATIONS:
@@ -206,7 +220,7 @@ def _norm(
             rows, residual, total, norm_weight, norm_bias, eps, in_features, width, normed, q, scale, sums,
             B=blocks, NORM=normalization, HAS_RESIDUAL=residual is not None, HAS_NORM_BIAS=norm_bias is not None,
             ZERO_CENTERED=zero_centered, INT8=int8 is not None,
-            num_warps=min(16, max(1, blocks // 8)), enable_fp_fusion=True,
+            DEPENDENT=int(dependent), num_warps=min(16, max(1, blocks // 8)), enable_fp_fusion=True, launch_pdl=bool(dependent),
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from realizar_torch.triton_kernels.decode import (
     word_weights,
     zero_point,
 )
-from realizar_torch.triton_kernels.primitives import dp4a, load_scalar, split_words
+from realizar_torch.triton_kernels.primitives import dp4a, load_scalar, split_words, wait_for_predecessor
 
 
 @triton.jit
@@ -58,18 +58,37 @@ def load_activations(pointer, mask):
 
 
 @triton.jit
-def int8_step(
-    total, row, block, blocks, mask, xq, xscale, xsums,
-    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr,
+def tile(
+    row, first, blocks, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, CB: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """``total`` plus CB blocks of every row times the int8 activations.
+    """CB blocks of every row from block ``first``, decoded: what ``decode_unit`` returns."""
+    block = (first + tl.arange(0, CB))[None, :, None]
+    unit = tl.arange(0, units(FMT))[:, None, None]
+    if WHOLE:
+        mask = None
+    else:
+        mask = block < blocks
+    return decode_unit(row, block, unit, blocks, mask, FMT, PLANAR, ALIGN)
+
+
+@triton.jit
+def add_int8(
+    total, decoded, first, blocks, xq, xscale, xsums,
+    FMT: tl.constexpr, M: tl.constexpr, CB: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """``total`` plus a decoded tile times the int8 activations.
 
     One plane of 16 weights adds  d * s * (xscale / lift * Σ q·xq - zero * xsums) - dmin * m * xsums.
     xq ``[M, blocks * block_size / 4]`` int32 words, xscale one per 32, xsums one per 16.
     """
     GROUPS: tl.constexpr = block_size(FMT) // 16
+    words, s, minimum, d, dmin = decoded
+    block = (first + tl.arange(0, CB))[None, :, None]
     unit = tl.arange(0, units(FMT))[:, None, None]
-    words, s, minimum, d, dmin = decode_unit(row, block, unit, blocks, mask, FMT, PLANAR, ALIGN)
+    if WHOLE:
+        mask = None
+    else:
+        mask = block < blocks
     for m in tl.static_range(M):
         scaled = tl.zeros_like(d)
         shifted = tl.zeros_like(d)
@@ -108,24 +127,54 @@ def int8_step(
 def int8_rows(
     weight, row_stride, rows, n_rows, blocks, xq, xscale, xsums,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """M tensors ``[BN]`` fp32: rows · dequantized int8 activations."""
+    """M tensors ``[BN]`` fp32: rows · dequantized int8 activations.
+
+    The first tile of weights is on its way before the activations' producer has finished (DEPENDENT).
+    """
+    if DEPENDENT == 3:
+        wait_for_predecessor(DEPENDENT)
     row = row_pointers(weight, tl.multiple_of(row_stride, ALIGN), rows, n_rows, BN)
+    decoded = tile(row, 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
+    wait_for_predecessor(DEPENDENT)
     total = zeros(M, BN, CB, units(FMT))
-    for first in range(0, blocks, CB):
-        block = (first + tl.arange(0, CB))[None, :, None]
-        if WHOLE:
-            mask = None
-        else:
-            mask = block < blocks
-        total = int8_step(total, row, block, blocks, mask, xq, xscale, xsums, FMT, PLANAR, ALIGN, M)
+    total = add_int8(total, decoded, 0, blocks, xq, xscale, xsums, FMT, M, CB, WHOLE)
+    for first in range(CB, blocks, CB):
+        decoded = tile(row, first, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
+        total = add_int8(total, decoded, first, blocks, xq, xscale, xsums, FMT, M, CB, WHOLE)
     return reduce_rows(total, M, BN)
 
 
 @triton.jit
+def int8_row_pairs(
+    first_weight, first_stride, second_weight, second_stride, rows, n_rows, blocks, xq, xscale, xsums,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
+    WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """``int8_rows`` of the same rows of two weights in one loop, so that both streams are in flight together."""
+    row1 = row_pointers(first_weight, tl.multiple_of(first_stride, ALIGN), rows, n_rows, BN)
+    row2 = row_pointers(second_weight, tl.multiple_of(second_stride, ALIGN), rows, n_rows, BN)
+    decoded1 = tile(row1, 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
+    decoded2 = tile(row2, 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
+    wait_for_predecessor(DEPENDENT)
+    total1 = add_int8(
+        zeros(M, BN, CB, units(FMT)), decoded1, 0, blocks, xq, xscale, xsums, FMT, M, CB, WHOLE
+    )
+    total2 = add_int8(
+        zeros(M, BN, CB, units(FMT)), decoded2, 0, blocks, xq, xscale, xsums, FMT, M, CB, WHOLE
+    )
+    for first in range(CB, blocks, CB):
+        decoded1 = tile(row1, first, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
+        decoded2 = tile(row2, first, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
+        total1 = add_int8(total1, decoded1, first, blocks, xq, xscale, xsums, FMT, M, CB, WHOLE)
+        total2 = add_int8(total2, decoded2, first, blocks, xq, xscale, xsums, FMT, M, CB, WHOLE)
+    return reduce_rows(total1, M, BN), reduce_rows(total2, M, BN)
+
+
+@triton.jit
 def reduce_rows(total, M: tl.constexpr, BN: tl.constexpr):
-    """Each ``[BN, blocks, units]`` accumulator → ``[BN]``, in an order fixed by the launch shape."""
+    """Each ``[units, blocks, BN]`` accumulator → ``[BN]``, in an order fixed by the launch shape."""
     sums = ()
     for m in tl.static_range(M):
         part = total[m]
@@ -134,31 +183,32 @@ def reduce_rows(total, M: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def float_step(
-    total, row, block, blocks, mask, x, in_features,
-    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, RAGGED: tl.constexpr,
+def add_float(
+    total, decoded, first, blocks, x, in_features,
+    FMT: tl.constexpr, M: tl.constexpr, CB: tl.constexpr, WHOLE: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """``total`` plus CB blocks of every row, each weight decoded exactly to fp32, times float activations.
+    """``total`` plus a decoded tile, each weight exact in fp32, times float activations ``x [M, in_features]``.
 
     RAGGED: in_features ends inside a block; activations past it count as 0.
     """
+    words, s, minimum, d, dmin = decoded
+    block = (first + tl.arange(0, CB))[None, :, None]
     unit = tl.arange(0, units(FMT))[:, None, None]
-    words, s, minimum, d, dmin = decode_unit(row, block, unit, blocks, mask, FMT, PLANAR, ALIGN)
     for p in tl.static_range(planes(FMT)):
         four = split_words(words[p])
-        first = block * block_size(FMT) + 16 * group_of(unit, p, FMT)
+        start = block * block_size(FMT) + 16 * group_of(unit, p, FMT)
         for i in tl.static_range(4):
             weights = word_weights(four[i], s, minimum, d, dmin, p, FMT)
-            column = tl.expand_dims(first + 4 * i, -1) + tl.arange(0, 4)
+            column = tl.expand_dims(start + 4 * i, -1) + tl.arange(0, 4)
             updated = ()
             for m in tl.static_range(M):
                 pointer = x + (m * in_features + column)
                 if RAGGED:
                     values = tl.load(pointer, mask=column < in_features, other=0)
-                elif mask is None:
+                elif WHOLE:
                     values = tl.load(pointer)
                 else:
-                    values = tl.load(pointer, mask=tl.expand_dims(mask, -1), other=0)
+                    values = tl.load(pointer, mask=tl.expand_dims(block < blocks, -1), other=0)
                 updated = updated + (total[m] + tl.sum(weights * values.to(tl.float32), 3),)
             total = updated
     return total
@@ -168,16 +218,13 @@ def float_step(
 def float_rows(
     weight, row_stride, rows, n_rows, blocks, x, in_features,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
-    WHOLE: tl.constexpr, RAGGED: tl.constexpr,
+    WHOLE: tl.constexpr, RAGGED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """M tensors ``[BN]`` fp32: rows · activations, exact weights, fp32 accumulation."""
     row = row_pointers(weight, tl.multiple_of(row_stride, ALIGN), rows, n_rows, BN)
+    wait_for_predecessor(DEPENDENT)
     total = zeros(M, BN, CB, units(FMT))
     for first in range(0, blocks, CB):
-        block = (first + tl.arange(0, CB))[None, :, None]
-        if WHOLE:
-            mask = None
-        else:
-            mask = block < blocks
-        total = float_step(total, row, block, blocks, mask, x, in_features, FMT, PLANAR, ALIGN, M, RAGGED)
+        decoded = tile(row, first, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
+        total = add_float(total, decoded, first, blocks, x, in_features, FMT, M, CB, WHOLE, RAGGED)
     return reduce_rows(total, M, BN)

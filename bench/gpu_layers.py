@@ -1,0 +1,169 @@
+"""The kernel chain of one decoded token (8B or 1B Llama shapes, Q4_K_M mix) in one CUDA graph: ms, tok/s, share of bandwidth.
+
+    python bench/gpu_layers.py [--model 8b 1b] [--depth 128 8192] [--out results.json]
+
+Embedding and sampling are left out; everything else of a step runs on random weights, norms far from 1. The chain
+with dependent launches must give bit for bit what plain launches give before its time is printed.
+"""
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from gpu_matvec import graph_time, layout_of, random_weight, read_bandwidth
+
+from realizar_torch import packing
+from realizar_torch.triton_kernels.attention import attention_scratch, decode_attention
+from realizar_torch.triton_kernels.gate_up import gate_up_int8
+from realizar_torch.triton_kernels.matvec import matvec_int8
+from realizar_torch.triton_kernels.qkv import qkv_int8
+from realizar_torch.triton_kernels.quantize import norm_quantize, quantize_activations
+from realizar_torch.triton_kernels.rope import rope_and_store
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int
+    inner: int
+    vocab: int
+    head_fmt: str
+
+    def more_bits(self, layer: int) -> bool:
+        """Whether llama-quant gives attn_v and ffn_down of this layer Q6_K in a Q4_K_M file."""
+        eighth = self.layers // 8
+        return layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
+
+
+MODELS = {
+    "8b": Shape(32, 4096, 32, 8, 128, 14336, 128256, "Q6_K"),
+    "1b": Shape(16, 2048, 32, 8, 64, 8192, 128256, "Q6_K"),
+}
+
+
+class Chain:
+    """Weights and static buffers of every layer, and the step that runs them."""
+
+    def __init__(self, shape: Shape, depth: int):
+        self.shape = shape
+        seeds = iter(range(10**6))
+
+        def weight(fmt: str, rows: int, columns: int) -> tuple[torch.Tensor, str, str]:
+            layout = layout_of(fmt)
+            return packing.pack(random_weight(fmt, rows, columns, next(seeds)), fmt, layout), fmt, layout
+
+        s = shape
+        self.layers = []
+        for i in range(s.layers):
+            six = "Q6_K" if s.more_bits(i) else "Q4_K"
+            self.layers.append(
+                {
+                    "q": weight("Q4_K", s.heads * s.dim, s.hidden),
+                    "k": weight("Q4_K", s.kv_heads * s.dim, s.hidden),
+                    "v": weight(six, s.kv_heads * s.dim, s.hidden),
+                    "o": weight("Q4_K", s.hidden, s.heads * s.dim),
+                    "gate": weight("Q4_K", s.inner, s.hidden),
+                    "up": weight("Q4_K", s.inner, s.hidden),
+                    "down": weight(six, s.hidden, s.inner),
+                    "norm1": torch.rand(s.hidden, device="cuda") * 0.2 + 0.1,
+                    "norm2": torch.rand(s.hidden, device="cuda") * 0.2 + 0.1,
+                }
+            )
+        self.head = weight(s.head_fmt, s.vocab, s.hidden)
+        self.norm = torch.rand(s.hidden, device="cuda") + 0.5
+        self.nbytes = self.head[0].nbytes + sum(
+            item[0].nbytes for layer in self.layers for item in layer.values() if isinstance(item, tuple)
+        )
+        capacity = -(-(depth + 1) // 64) * 64
+        self.k_cache = torch.randn(s.layers, 1, s.kv_heads, capacity, s.dim, device="cuda").bfloat16()
+        self.v_cache = torch.randn_like(self.k_cache)
+        angles = torch.outer(
+            torch.arange(capacity, device="cuda").float(), 500000 ** (-torch.arange(0, s.dim, 2, device="cuda") / s.dim)
+        )
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.positions = torch.full((1,), depth, dtype=torch.int32, device="cuda")
+        self.lengths = self.positions + 1
+        self.scratch = attention_scratch(1, s.heads, s.kv_heads, s.dim, capacity, torch.device("cuda"))
+        self.input = torch.randn(1, s.hidden, device="cuda")
+
+    def step(self, dependent: int, layers: int | None = None) -> torch.Tensor:
+        s = self.shape
+        options = {"normalization": "rmsnorm", "eps": 1e-5, "width": s.hidden, "dependent": dependent}
+        hidden = self.input
+        for i, layer in enumerate(self.layers[:layers]):
+            x = norm_quantize(hidden, layer["norm1"], **options)
+            qkv_weights = [layer[name] for name in ("q", "k", "v")]
+            qkv = qkv_int8(
+                *x,
+                [w for w, _, _ in qkv_weights],
+                [f for _, f, _ in qkv_weights],
+                s.hidden,
+                layouts=[lay for _, _, lay in qkv_weights],
+                dependent=dependent,
+            )
+            k_cache, v_cache = self.k_cache[i], self.v_cache[i]
+            q = rope_and_store(
+                qkv, self.positions, self.cos, self.sin, k_cache, v_cache,
+                q_heads=s.heads, style="interleaved", dependent=dependent,
+            )  # fmt: skip
+            _, x = decode_attention(
+                q, k_cache, v_cache, self.lengths,
+                scale=1 / math.sqrt(s.dim), scratch=self.scratch, quantize=True, dependent=dependent,
+            )  # fmt: skip
+            w, fmt, layout = layer["o"]
+            hidden = matvec_int8(
+                *x, w, fmt, s.heads * s.dim, residual=hidden, layout=layout, dependent=dependent
+            )
+            x = norm_quantize(hidden, layer["norm2"], **options)
+            gate, fmt, layout = layer["gate"]
+            y = gate_up_int8(*x, gate, layer["up"][0], fmt, s.hidden, layout=layout, dependent=dependent)
+            x = quantize_activations(y, s.inner, dependent=dependent)
+            w, fmt, layout = layer["down"]
+            hidden = matvec_int8(*x, w, fmt, s.inner, residual=hidden, layout=layout, dependent=dependent)
+        x = norm_quantize(hidden, self.norm, **options)
+        w, fmt, layout = self.head
+        return matvec_int8(*x, w, fmt, s.hidden, layout=layout, dependent=dependent)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", nargs="*", default=["8b", "1b"])
+    parser.add_argument("--depth", nargs="*", type=int, default=[128, 8192])
+    parser.add_argument("--modes", nargs="*", type=int, default=[0, 1])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    limit = read_bandwidth()
+    print(f"{torch.cuda.get_device_name()}: read {limit:.0f} GB/s", flush=True)
+    records = []
+    for name in options.model:
+        for depth in options.depth:
+            chain = Chain(MODELS[name], depth)
+            expected = None
+            for mode in options.modes:
+                results = []
+                time = graph_time([lambda mode=mode: results.append(chain.step(mode))])
+                logits = results[-1].clone()
+                expected = logits if expected is None else expected
+                right = torch.equal(logits, expected) and bool(logits.isfinite().all())
+                share = chain.nbytes / time / 1e6 / limit
+                print(
+                    f"{name} depth {depth} mode {mode}: "
+                    + (f"{time:.3f} ms {1000 / time:.0f} tok/s {share:.0%}" if right else "WRONG")
+                    + f" ({chain.nbytes} B)",
+                    flush=True,
+                )
+                records.append({"model": name, "depth": depth, "mode": mode, "ms": time, "right": right, "share": share})
+            del chain, results, expected
+            torch.cuda.empty_cache()
+    if options.out:
+        options.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "read": limit, "runs": records}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

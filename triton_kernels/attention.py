@@ -1,0 +1,196 @@
+"""Decode attention: one query position per sequence, the cache split over programs, merged by the last one to finish."""
+
+import torch
+import triton
+import triton.language as tl
+
+from realizar_torch.errors import FormatError
+from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, on_device, same_device
+from realizar_torch.triton_kernels.primitives import INTERPRETED, cast, release_successor, wait_for_predecessor
+from realizar_torch.triton_kernels.quantize import Int8Activations, empty_int8, store_int8
+
+# tl.dot takes at least 16 rows
+QUERY_ROWS = 16
+# K (or V) bytes per loop step: two steps of both stay in flight in shared memory
+STEP_BYTES = 16384
+
+
+@triton.jit
+def _kernel(
+    q, k_cache, v_cache, lengths, partial, extremes, arrived, out, out_q, out_scale, out_sums,
+    k_batch, k_head, k_position, v_batch, v_head, v_position, capacity, scale, window, softcap, width,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr,
+    STEP: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, INT8: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Program (b, kv head, split): GROUP query heads against a run of positions, each K and V row read once.
+
+    Positions max(0, length - window) … length - 1 in runs of whole STEPs, with running maximum and sum (all fp32):
+    score = q·k * scale, or cap * tanh(score / cap); out = Σ e^score v / Σ e^score. The program that arrives last adds the
+    partial sums in split order, so the result does not depend on which one it was. Length 0 gives zeros.
+    """
+    release_successor(DEPENDENT)
+    wait_for_predecessor(DEPENDENT)
+    batch = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.minimum(tl.load(lengths + batch).to(tl.int32), capacity)
+    start = 0
+    if HAS_WINDOW:
+        start = tl.maximum(length - window, 0)
+    steps = tl.cdiv(length - start, STEP)
+    run = tl.maximum(tl.cdiv(steps, SPLITS), 1) * STEP
+    runs = tl.maximum(tl.cdiv(length - start, run), 1)
+    if split < runs:
+        member = tl.arange(0, G)
+        lane = tl.arange(0, LANES)
+        present = lane < D
+        pair = batch.to(tl.int64) * KV_HEADS + kv_head
+        heads = pair * GROUP + member
+        held = (member < GROUP)[:, None] & present[None, :]
+        query = tl.load(q + heads[:, None] * D + lane[None, :], mask=held, other=0)
+        query = cast(query.to(tl.float32), k_cache.dtype.element_ty)
+        if INTERPRETED:
+            query = query.to(tl.float32)
+        keys = k_cache + batch.to(tl.int64) * k_batch + kv_head.to(tl.int64) * k_head
+        values = v_cache + batch.to(tl.int64) * v_batch + kv_head.to(tl.int64) * v_head
+        highest = tl.full([G], float("-inf"), tl.float32)
+        weight = tl.zeros([G], tl.float32)
+        total = tl.zeros([G, LANES], tl.float32)
+        begin = start + split * run
+        end = tl.minimum(begin + run, length)
+        for first in range(begin, end, STEP):
+            position = first + tl.arange(0, STEP)
+            live = position < end
+            mask = live[:, None] & present[None, :]
+            at = position.to(tl.int64)[:, None]
+            k = tl.load(keys + at * k_position + lane[None, :], mask=mask, other=0)
+            v = tl.load(values + at * v_position + lane[None, :], mask=mask, other=0)
+            if INTERPRETED:
+                # the interpreter multiplies the bit patterns of bf16
+                k, v = k.to(tl.float32), v.to(tl.float32)
+            score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+            if HAS_SOFTCAP:
+                score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
+            score = tl.where(live[None, :], score, float("-inf"))
+            top = tl.maximum(highest, tl.max(score, 1))
+            share = tl.exp(score - top[:, None])
+            shrink = tl.exp(highest - top)
+            weight = weight * shrink + tl.sum(share, 1)
+            total = total * shrink[:, None]
+            total += tl.dot(cast(share, v.dtype), v, input_precision="ieee")
+            highest = top
+        slot = (pair * SPLITS + split) * G
+        tl.store(partial + (slot + member)[:, None] * LANES + lane[None, :], total)
+        tl.store(extremes + (slot + member) * 2, highest)
+        tl.store(extremes + (slot + member) * 2 + 1, weight)
+        # every thread's stores come before the counter, and the counter before the loads below
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == runs - 1:
+            top = tl.full([G], float("-inf"), tl.float32)
+            for other in range(runs):
+                slot = (pair * SPLITS + other) * G
+                top = tl.maximum(top, tl.load(extremes + (slot + member) * 2, cache_modifier=".cg"))
+            weight = tl.zeros([G], tl.float32)
+            total = tl.zeros([G, LANES], tl.float32)
+            for other in range(runs):
+                slot = (pair * SPLITS + other) * G
+                part = tl.load(extremes + (slot + member) * 2, cache_modifier=".cg")
+                shrink = tl.where(part > float("-inf"), tl.exp(part - top), 0.0)
+                weight += shrink * tl.load(extremes + (slot + member) * 2 + 1, cache_modifier=".cg")
+                rows = tl.load(partial + (slot + member)[:, None] * LANES + lane[None, :], cache_modifier=".cg")
+                total += shrink[:, None] * rows
+            result = tl.where((weight > 0)[:, None], total / weight[:, None], 0.0)
+            # a NaN weight compares false, and must not become a zero
+            result = tl.where((weight == weight)[:, None], result, float("nan"))
+            tl.store(out + heads[:, None] * D + lane[None, :], cast(result, out.dtype.element_ty), mask=held)
+            tl.store(arrived + pair, 0)
+            if INT8:
+                tl.debug_barrier()
+                BLOCKS: tl.constexpr = G * LANES // 32
+                block = tl.arange(0, BLOCKS)
+                inner = (16 * tl.arange(0, 2))[None, :, None] + tl.arange(0, 16)[None, None, :]
+                columns = kv_head * (GROUP * D) + (block * 32)[:, None, None] + inner
+                own = block * 32 < GROUP * D
+                # read back by other threads of this program, after the barrier
+                exact = tl.load(out + batch.to(tl.int64) * width + columns, mask=own[:, None, None], other=0)
+                columns = tl.where(own[:, None, None], columns, width)
+                block = tl.where(own, kv_head * (GROUP * D // 32) + block, width // 32)
+                store_int8(exact.to(tl.float32), block, columns, batch.to(tl.int64), width, out_q, out_scale, out_sums)
+
+
+def choose_splits(batch: int, kv_heads: int, capacity: int, processors: int = 132) -> int:
+    """Programs per (sequence, K/V head): two for every multiprocessor in all, none with less than one step."""
+    wanted = max(1, 2 * processors // (batch * kv_heads))
+    return min(wanted, triton.cdiv(capacity, 64), 64)
+
+
+def choose_step(lanes: int, itemsize: int) -> int:
+    """Positions per loop step for K and V rows of ``lanes`` elements: 16 to 64."""
+    return max(16, min(64, STEP_BYTES // (lanes * itemsize)))
+
+
+def attention_scratch(
+    batch: int, q_heads: int, kv_heads: int, dim: int, capacity: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Partial sums, their maxima and weights, and the arrival counters (zero, and left at zero) of ``decode_attention``."""
+    splits = choose_splits(batch, kv_heads, capacity)
+    rows = batch * kv_heads * splits * max(QUERY_ROWS, triton.next_power_of_2(q_heads // kv_heads))
+    return (
+        torch.empty(rows, triton.next_power_of_2(max(dim, 16)), dtype=torch.float32, device=device),
+        torch.empty(rows, 2, dtype=torch.float32, device=device),
+        torch.zeros(batch * kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    scratch: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    out: torch.Tensor | None = None,
+    int8: Int8Activations | None = None,
+    quantize: bool = False,
+    dependent: int = 0,
+) -> tuple[torch.Tensor, Int8Activations | None]:
+    """softmax(q·Kᵀ·scale)·V over the first ``lengths`` positions, or the last ``window`` of them.
+
+    q ``[batch, q_heads, D]`` floats; caches ``[batch, kv_heads, capacity, D]``, strided views with consecutive D; lengths
+    ``[batch]`` int32 or int64 on the device. Returns fp32 ``[batch, q_heads * D]`` and, with ``quantize`` (or ``int8``
+    tensors to fill), its int8 form for the output projection. Deterministic.
+    """
+    batch, kv_heads, capacity, dim = k_cache.shape
+    q_heads = q.shape[1] if q.dim() == 3 else 0
+    if q.shape != (batch, q_heads, dim) or q_heads % kv_heads or q_heads == 0 or not q.is_contiguous():
+        raise FormatError(f"q is {tuple(q.shape)}; expected contiguous ({batch}, n * {kv_heads}, {dim})")
+    if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype or k_cache.dtype not in FLOAT_DTYPES:
+        raise FormatError(f"caches are {k_cache.dtype} {tuple(k_cache.shape)} and {v_cache.dtype} {tuple(v_cache.shape)}")
+    if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
+        raise FormatError("the last dimension of both caches must be consecutive in memory")
+    if lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
+        raise FormatError(f"lengths are {lengths.dtype} {tuple(lengths.shape)}; expected int32 or int64 ({batch},)")
+    group, width = q_heads // kv_heads, q_heads * dim
+    quantize = quantize or int8 is not None
+    if quantize and group * dim % 32:
+        raise FormatError(f"{group} heads of {dim} are not whole blocks of 32; quantize the result separately")
+    device = same_device(q, k_cache, v_cache, lengths, out)
+    result = out if out is not None else torch.empty(batch, width, dtype=torch.float32, device=device)
+    if quantize and int8 is None:
+        int8 = empty_int8(batch, width, device)
+    partial, extremes, arrived = scratch or attention_scratch(batch, q_heads, kv_heads, dim, capacity, device)
+    lanes = triton.next_power_of_2(max(dim, 16))
+    with on_device(device):
+        _kernel[(batch, kv_heads, choose_splits(batch, kv_heads, capacity))](
+            q, k_cache, v_cache, lengths, partial, extremes, arrived, result, *(int8 or (None, None, None)),
+            *k_cache.stride()[:3], *v_cache.stride()[:3], capacity, scale, window, softcap, width,
+            KV_HEADS=kv_heads, GROUP=group, D=dim, G=max(QUERY_ROWS, triton.next_power_of_2(group)),
+            LANES=lanes, STEP=choose_step(lanes, k_cache.element_size()), SPLITS=choose_splits(batch, kv_heads, capacity),
+            HAS_WINDOW=window > 0, HAS_SOFTCAP=softcap > 0, INT8=quantize, DEPENDENT=int(dependent),
+            num_warps=4, num_stages=2, enable_fp_fusion=True, launch_pdl=bool(dependent),
+        )  # fmt: skip
+    return result, int8

@@ -1,0 +1,147 @@
+"""act(x·Gateᵀ) * (x·Upᵀ) in one launch: two packed weights, int8 or float activations, SiLU or tanh-GELU."""
+
+import torch
+import triton
+import triton.language as tl
+
+from realizar_torch.errors import FormatError
+from realizar_torch.triton_kernels.configs import Launch, choose
+from realizar_torch.triton_kernels.launch import MAX_ROWS, PackedRows, float_rows_of, on_device, packed_rows, same_device
+from realizar_torch.triton_kernels.matvec import check_int8, output_tensor
+from realizar_torch.triton_kernels.primitives import cast, release_successor
+from realizar_torch.triton_kernels.row_sums import float_rows, int8_row_pairs
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+@triton.jit
+def activate(gate, ACTIVATION: tl.constexpr):
+    """silu: g / (1 + e^-g); gelu_tanh: g/2 (1 + tanh(√(2/π) (g + 0.044715 g³))), as g / (1 + e^-2z). fp32."""
+    if ACTIVATION == "silu":
+        z = gate
+    else:
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def _int8_kernel(
+    gate, gate_stride, up, up_stride, n_rows, blocks, xq, xscale, xsums, out,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
+    WHOLE: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program: BN rows of both weights (bytes: see decode.py), out[m, rows] = act(gate) * up."""
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    gates, ups = int8_row_pairs(
+        gate, gate_stride, up, up_stride, rows, n_rows, blocks, xq, xscale, xsums,
+        FMT, PLANAR, ALIGN, M, BN, CB, WHOLE, DEPENDENT,
+    )  # fmt: skip
+    release_successor(DEPENDENT)
+    for m in tl.static_range(M):
+        value = cast(activate(gates[m], ACTIVATION) * ups[m], out.dtype.element_ty)
+        tl.store(out + m * n_rows + rows, value, mask=rows < n_rows)
+
+
+@triton.jit
+def _float_kernel(
+    gate, gate_stride, up, up_stride, n_rows, blocks, x, in_features, out,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
+    WHOLE: tl.constexpr, RAGGED: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """As the int8 kernel, with float activations ``x [M, in_features]``."""
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    gates = float_rows(
+        gate, gate_stride, rows, n_rows, blocks, x, in_features, FMT, PLANAR, ALIGN, M, BN, CB, WHOLE, RAGGED, DEPENDENT
+    )
+    ups = float_rows(
+        up, up_stride, rows, n_rows, blocks, x, in_features, FMT, PLANAR, ALIGN, M, BN, CB, WHOLE, RAGGED, False
+    )
+    release_successor(DEPENDENT)
+    for m in tl.static_range(M):
+        value = cast(activate(gates[m], ACTIVATION) * ups[m], out.dtype.element_ty)
+        tl.store(out + m * n_rows + rows, value, mask=rows < n_rows)
+
+
+def gate_up_int8(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    sums: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    fmt: str,
+    in_features: int,
+    *,
+    activation: str = "silu",
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    layout: str = "ggml",
+    launch: Launch | None = None,
+    dependent: int = 0,
+) -> torch.Tensor:
+    """act(x̂·gateᵀ) * (x̂·upᵀ) for int8 activations as ``matvec_int8`` takes them → ``[M, rows]`` in ``out_dtype``.
+
+    gate and up: uint8 ``[rows, row_bytes]`` of one format and layout.
+    """
+    first, second, align = _pair(gate, up, fmt, in_features, layout)
+    check_int8(q, scale, sums, first.blocks * first.fmt.block_size)
+    device = same_device(q, scale, sums, gate, up, out)
+    result = output_tensor(out, (q.shape[0], first.rows), out_dtype, device)
+    _check_activation(activation)
+    if result.numel() == 0:
+        return result
+    shape = launch or choose(fmt, first.rows, in_features, q.shape[0], "int8", pair=True)
+    with on_device(device):
+        _int8_kernel[(triton.cdiv(first.rows, shape.rows),)](
+            gate, first.stride, up, second.stride, first.rows, first.blocks, q.view(torch.int32), scale, sums, result,
+            FMT=fmt, PLANAR=first.planar, ALIGN=align, M=q.shape[0], BN=shape.rows, CB=shape.blocks,
+            WHOLE=first.blocks % shape.blocks == 0, ACTIVATION=activation, DEPENDENT=int(dependent),
+            num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=bool(dependent),
+        )  # fmt: skip
+    return result
+
+
+def gate_up(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    fmt: str,
+    in_features: int,
+    *,
+    activation: str = "silu",
+    out: torch.Tensor | None = None,
+    layout: str = "ggml",
+    launch: Launch | None = None,
+    dependent: int = 0,
+) -> torch.Tensor:
+    """act(x·gateᵀ) * (x·upᵀ), exact weights, x ``[..., in_features]`` floats → ``[..., rows]`` in x's dtype."""
+    first, second, align = _pair(gate, up, fmt, in_features, layout)
+    flat = float_rows_of(x, in_features, MAX_ROWS)
+    device = same_device(x, gate, up, out)
+    result = output_tensor(out, (*x.shape[:-1], first.rows), x.dtype, device)
+    _check_activation(activation)
+    if result.numel() == 0:
+        return result
+    shape = launch or choose(fmt, first.rows, in_features, flat.shape[0], "float")
+    with on_device(device):
+        _float_kernel[(triton.cdiv(first.rows, shape.rows),)](
+            gate, first.stride, up, second.stride, first.rows, first.blocks, flat, in_features, result,
+            FMT=fmt, PLANAR=first.planar, ALIGN=align, M=flat.shape[0], BN=shape.rows, CB=shape.blocks,
+            WHOLE=first.blocks % shape.blocks == 0, RAGGED=in_features % first.fmt.block_size != 0,
+            ACTIVATION=activation, DEPENDENT=int(dependent),
+            num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=bool(dependent),
+        )  # fmt: skip
+    return result
+
+
+def _pair(
+    gate: torch.Tensor, up: torch.Tensor, fmt: str, in_features: int, layout: str
+) -> tuple[PackedRows, PackedRows, int]:
+    first, second = packed_rows(gate, fmt, in_features, layout), packed_rows(up, fmt, in_features, layout)
+    if first.rows != second.rows:
+        raise FormatError(f"gate has {first.rows} rows and up {second.rows}; they must be equal")
+    return first, second, min(first.align, second.align)
+
+
+def _check_activation(activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise FormatError(f"unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")

@@ -1,0 +1,124 @@
+"""Up to three packed weights of different formats times one int8 vector batch, in one launch over their row blocks."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from realizar_torch.errors import FormatError
+from realizar_torch.triton_kernels.configs import Launch, choose
+from realizar_torch.triton_kernels.launch import PackedRows, on_device, packed_rows, same_device, vector
+from realizar_torch.triton_kernels.matvec import check_int8, output_tensor, store_rows
+from realizar_torch.triton_kernels.primitives import release_successor
+from realizar_torch.triton_kernels.row_sums import int8_rows
+
+
+@triton.jit
+def _rows_of_one(
+    weight, row_stride, first_row, n_rows, blocks, xq, xscale, xsums, out, out_stride, bias,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
+    HAS_BIAS: tl.constexpr, DEPENDENT: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    rows = first_row + tl.arange(0, BN)
+    sums = int8_rows(
+        weight, row_stride, rows, n_rows, blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, BN, CB, EVEN, DEPENDENT
+    )
+    release_successor(DEPENDENT)
+    store_rows(sums, rows, n_rows, out, out_stride, bias, bias, M, HAS_BIAS, False)
+
+
+@triton.jit
+def _kernel(
+    w0, stride0, rows0, blocks0, w1, stride1, rows1, blocks1, w2, stride2, rows2, blocks2, xq, xscale, xsums,
+    out, out_stride, bias,
+    FMT0: tl.constexpr, PLANAR0: tl.constexpr, ALIGN0: tl.constexpr, BN0: tl.constexpr, CB0: tl.constexpr, EVEN0: tl.constexpr,
+    FMT1: tl.constexpr, PLANAR1: tl.constexpr, ALIGN1: tl.constexpr, BN1: tl.constexpr, CB1: tl.constexpr, EVEN1: tl.constexpr,
+    FMT2: tl.constexpr, PLANAR2: tl.constexpr, ALIGN2: tl.constexpr, BN2: tl.constexpr, CB2: tl.constexpr, EVEN2: tl.constexpr,
+    M: tl.constexpr, HAS_BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Programs 0 … do BN0 rows of w0 each, the next BN1 rows of w1, the last BN2 rows of w2 (bytes: see decode.py).
+
+    Outputs (and the bias) of the three lie one after the other in every row of ``out``.
+    """
+    pid = tl.program_id(0)
+    programs0 = tl.cdiv(rows0, BN0)
+    programs1 = tl.cdiv(rows1, BN1)
+    if pid < programs0:
+        _rows_of_one(
+            w0, stride0, pid * BN0, rows0, blocks0, xq, xscale, xsums, out, out_stride, bias,
+            FMT0, PLANAR0, ALIGN0, M, BN0, CB0, HAS_BIAS, DEPENDENT, EVEN0,
+        )  # fmt: skip
+    elif pid < programs0 + programs1:
+        _rows_of_one(
+            w1, stride1, (pid - programs0) * BN1, rows1, blocks1, xq, xscale, xsums, out + rows0, out_stride,
+            bias + rows0 if HAS_BIAS else bias,
+            FMT1, PLANAR1, ALIGN1, M, BN1, CB1, HAS_BIAS, DEPENDENT, EVEN1,
+        )  # fmt: skip
+    else:
+        _rows_of_one(
+            w2, stride2, (pid - programs0 - programs1) * BN2, rows2, blocks2, xq, xscale, xsums, out + rows0 + rows1,
+            out_stride, bias + rows0 + rows1 if HAS_BIAS else bias,
+            FMT2, PLANAR2, ALIGN2, M, BN2, CB2, HAS_BIAS, DEPENDENT, EVEN2,
+        )  # fmt: skip
+
+
+def qkv_int8(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    sums: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    fmts: Sequence[str],
+    in_features: int,
+    bias: torch.Tensor | None = None,
+    *,
+    layouts: Sequence[str],
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    dependent: int = 0,
+) -> torch.Tensor:
+    """x̂·[W0; W1; W2]ᵀ + bias → ``[M, rows0 + rows1 + rows2]`` for int8 activations as ``matvec_int8`` takes them.
+
+    Each weight has its own format and layout; bias is for all rows together. The activations' width must suit every
+    format: in_features is a multiple of the largest block, or all blocks are of one size.
+    """
+    if not len(weights) == len(fmts) == len(layouts) == 3:
+        raise FormatError(f"{len(weights)} weights, {len(fmts)} formats, {len(layouts)} layouts; expected three of each")
+    packed = [packed_rows(w, f, in_features, lay) for w, f, lay in zip(weights, fmts, layouts, strict=True)]
+    for item in packed:
+        check_int8(q, scale, sums, item.blocks * item.fmt.block_size)
+    device = same_device(q, scale, sums, *weights, bias, out)
+    total = sum(item.rows for item in packed)
+    result = output_tensor(out, (q.shape[0], total), out_dtype, device)
+    if result.numel() == 0:
+        return result
+    bias = vector(bias, total, "bias")
+    shapes = [choose(item.fmt.name, item.rows, in_features, q.shape[0], "int8") for item in packed]
+    warps = shapes[0].warps
+    arguments: list[object] = []
+    constants: dict[str, object] = {}
+    for i, (item, shape) in enumerate(zip(packed, shapes, strict=True)):
+        arguments += [item.data, item.stride, item.rows, item.blocks]
+        constants |= _constants(i, item, shape, warps)
+    grid = sum(triton.cdiv(item.rows, constants[f"BN{i}"]) for i, item in enumerate(packed))
+    with on_device(device):
+        _kernel[(grid,)](
+            *arguments, q.view(torch.int32), scale, sums, result, total, bias,
+            **constants, M=q.shape[0], HAS_BIAS=bias is not None, DEPENDENT=int(dependent),
+            num_warps=warps, enable_fp_fusion=True, launch_pdl=bool(dependent),
+        )  # fmt: skip
+    return result
+
+
+def _constants(index: int, item: PackedRows, shape: Launch, warps: int) -> dict[str, object]:
+    """The launch shape of one weight, with as many lanes per step as the shared number of warps gives."""
+    blocks = max(1, shape.blocks * warps // shape.warps)
+    values = {
+        "FMT": item.fmt.name,
+        "PLANAR": item.planar,
+        "ALIGN": item.align,
+        "BN": shape.rows,
+        "CB": blocks,
+        "EVEN": item.blocks % blocks == 0,
+    }
+    return {f"{name}{index}": value for name, value in values.items()}
