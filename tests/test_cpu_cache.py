@@ -60,8 +60,11 @@ def package(tmp_path_factory) -> Path:
     """A copy of the package, laid out as installed."""
     root = tmp_path_factory.mktemp("site")
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
-    shutil.copytree(Path(realizar_torch.__file__).parent, root / "realizar_torch", ignore=ignore)
-    shutil.copytree(Path(cpu_kernels.__file__).parent, root / "realizar_torch" / "cpu_kernels", ignore=ignore)
+    target = root / "realizar_torch"
+    shutil.copytree(Path(realizar_torch.__file__).parent, target, ignore=ignore)
+    # an installed package holds this folder already
+    kernels = Path(cpu_kernels.__file__).parent
+    shutil.copytree(kernels, target / "cpu_kernels", ignore=ignore, dirs_exist_ok=True)
     return root
 
 
