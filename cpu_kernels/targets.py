@@ -81,9 +81,8 @@ def _halves(builder, target, vector):
     lanes = vector.type.count
     if vector.type.element.width * lanes <= 8 * target.dot_bytes:
         return [vector]
-    return [
-        select_lanes(builder, vector, vector, half) for half in (range(lanes // 2), range(lanes // 2, lanes))
-    ]
+    halves = (range(lanes // 2), range(lanes // 2, lanes))
+    return [select_lanes(builder, vector, vector, half) for half in halves]
 
 
 def _vpdpbusd(builder, total, unsigned, signed):
@@ -99,9 +98,17 @@ def _pmaddubsw(builder, total, unsigned, signed):
     return products if total is None else builder.add(total, products)
 
 
-def _widen_pairs(builder, total, pairs):
-    ones = ir.Constant(pairs.type, [1] * 16)
-    return builder.add(total, call(builder, "llvm.x86.avx2.pmadd.wd", total.type, pairs, ones))
+def _widen_pairs(builder, total, pairs, weight):
+    weights = ir.Constant(pairs.type, [weight] * 16)
+    return builder.add(total, call(builder, "llvm.x86.avx2.pmadd.wd", total.type, pairs, weights))
+
+
+def _digits(builder, unsigned, largest):
+    """(weight, bytes ≤ 128) whose sum is ``unsigned``: two products by larger bytes overflow 16 bits."""
+    if largest <= 128:
+        return [(1, unsigned)]
+    four, fifteen = (ir.Constant(unsigned.type, [value] * 32) for value in (4, 15))
+    return [(1, builder.and_(unsigned, fifteen)), (16, builder.lshr(unsigned, four))]
 
 
 def _multiply(builder, total, unsigned, signed):
@@ -121,7 +128,8 @@ def add_products(builder, target, steps, operands, initial, largest):
     """
     pieces = 64 // target.dot_bytes
     sums = None
-    pairs_held, capacity = 0, max(1, 32767 // (2 * 127 * largest))
+    # at most 127 * digit twice in every step
+    pairs_held, capacity = 0, 32767 // (2 * 127 * (largest if largest <= 128 else 15))
     held = {}
     for step in range(steps):
         left, right = operands(step)
@@ -135,15 +143,12 @@ def add_products(builder, target, steps, operands, initial, largest):
                 total = _vpdpbusd(builder, total, unsigned, signed)
             elif target.dot == "multiply":
                 total = _multiply(builder, total, unsigned, signed)
-            elif largest > 128:
-                # two such products overflow 16 bits: the top bit goes alone
-                for mask in (127, 128):
-                    part = builder.and_(unsigned, ir.Constant(unsigned.type, [mask] * 32))
-                    total = _widen_pairs(builder, total, _pmaddubsw(builder, None, part, signed))
             else:
-                held[v, c, piece] = _pmaddubsw(builder, held.get((v, c, piece)), unsigned, signed)
-                if flush:
-                    total = _widen_pairs(builder, total, held.pop((v, c, piece)))
+                for weight, digit in _digits(builder, unsigned, largest):
+                    key = v, c, piece, weight
+                    held[key] = _pmaddubsw(builder, held.get(key), digit, signed)
+                    if flush:
+                        total = _widen_pairs(builder, total, held.pop(key), weight)
             sums[v][c][piece] = total
         pairs_held = 0 if flush else pairs_held + 1
     return [[_joined(builder, halves) for halves in row] for row in sums]
