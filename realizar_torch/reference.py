@@ -95,7 +95,8 @@ def quantize_activations(
     padded = torch.nn.functional.pad(x.detach().to(device or x.device, torch.float32), (0, padding))
     blocks = padded.unflatten(-1, (-1, ACTIVATION_BLOCK))
     amax = blocks.abs().amax(-1, keepdim=True)
-    scale = torch.where(amax.isfinite(), amax / 127, torch.nan)
+    # by a tensor: CUDA turns the division by a number into a product with its reciprocal
+    scale = torch.where(amax.isfinite(), amax / torch.full_like(amax, 127), torch.nan)
     inverse = 1 / scale
     inverse = torch.where(inverse.isfinite(), inverse, 0)
     q = (blocks * inverse).round().clamp(-127, 127).nan_to_num(0).to(torch.int8)

@@ -145,7 +145,7 @@ def test_without_numba_torch_ops_run_with_one_warning() -> None:
 
 
 def test_a_device_without_kernels_is_named_once() -> None:
-    portable.kernels.cache_clear()
+    portable._warn.cache_clear()
     with pytest.warns(UserWarning, match="no kernels for xpu devices") as caught:
         assert portable.kernels("xpu") is torch_kernels
         assert portable.kernels("xpu") is torch_kernels

@@ -11,19 +11,26 @@ from realizar_torch.ops import bodies, torch_kernels
 from realizar_torch.ops.library import LIBRARY
 
 
-@functools.cache
 def kernels(device_type: str) -> bodies.Kernels:
-    """Torch launchers for any device."""
-    warnings.warn(
-        f"no kernels for {device_type} devices: packed weights run in torch ops, many times slower",
-        stacklevel=2,
-    )
+    """Torch launchers for any device, and the warning."""
+    _warn(device_type)
     return torch_kernels
 
 
+@functools.cache
+def _warn(device_type: str) -> None:
+    warnings.warn(
+        f"no kernels for {device_type} devices: packed weights run in torch ops, many times slower",
+        stacklevel=3,
+    )
+
+
 def _implementation(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(first: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return body(kernels(first.device.type), first, *args, **kwargs)
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        result = body(torch_kernels, *args, **kwargs)
+        # only now is it known that all arguments are on one device
+        _warn(result.device.type)
+        return result
 
     return run
 
