@@ -18,7 +18,8 @@ def kernels() -> bodies.Kernels:
         from realizar_torch.cpu_kernels import launch
 
         reason = launch.available()
-    except ImportError as error:
+    # OSError: llvmlite's shared library is there and cannot be loaded
+    except (ImportError, OSError) as error:
         reason = str(error)
     if reason is None:
         return launch
