@@ -17,13 +17,13 @@ from realizar_torch.cpu_kernels.memory import (
     store_f32,
 )
 from realizar_torch.cpu_kernels.simd import (
-    bytes_of_bits,
     join_u8x16,
     load_u8x16,
     load_u8x32,
     shuffle,
     store,
 )
+from realizar_torch.cpu_kernels.simd_unpack import bytes_of_bits
 
 from realizar_torch.formats import Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
 

@@ -17,17 +17,15 @@ from realizar_torch.cpu_kernels.simd import (
     load_u8x16,
     load_u8x32,
     load_u8x64,
-    pair_f32x16,
     prefetch,
     shuffle,
     splat_f32x16,
     splat_u8x64,
     sum_f32x16,
     to_f32x16,
-    twice,
-    u8x16_of,
     u8x16_to_f32x16,
 )
+from realizar_torch.cpu_kernels.simd_unpack import pair_f32x16, twice, u8x16_of
 from realizar_torch.cpu_kernels.targets import dot_u8
 
 from realizar_torch.formats import Q2_K, Q3_K, Q4_K, Q5_K, Q6_K

@@ -9,18 +9,14 @@ from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import load_f16, load_f32, load_u32
 from realizar_torch.cpu_kernels.simd import (
     as_i8x64,
-    bytes_of_bits,
     fma,
     join_u8x16,
     join_u8x32,
     load_f32x4,
     load_f32x8,
-    load_half_pairs,
-    load_halves,
     load_u8x16,
     load_u8x32,
     load_u8x64,
-    pair_f32x16,
     prefetch,
     shuffle,
     splat_f32x8,
@@ -29,6 +25,12 @@ from realizar_torch.cpu_kernels.simd import (
     sum_f32x8,
     sum_f32x16,
     to_f32x16,
+)
+from realizar_torch.cpu_kernels.simd_unpack import (
+    bytes_of_bits,
+    load_half_pairs,
+    load_halves,
+    pair_f32x16,
     twice,
 )
 from realizar_torch.cpu_kernels.targets import dot_i8, dot_u8

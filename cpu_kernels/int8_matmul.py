@@ -117,10 +117,10 @@ def matmul_rows(
     out,
     out_stride,
 ):
-    """``out[column, row] = dot(weight row, column)`` in fp32, rows ``first_row`` to ``last_row``, all columns.
+    """``out[column, row] = dot(weight row, column)`` for rows ``first_row`` to ``last_row``, in fp32.
 
-    ``weight``: address of row 0. ``q``, ``scale``: addresses of [columns, width] int8 and [columns, width / 32]
-    fp32 without gaps, width = the weights in ``n_blocks`` blocks; ``aux`` from ``prepare_columns``.
+    ``weight``: address of row 0. ``q``, ``scale``: addresses of int8 [columns, width] and fp32
+    [columns, width / 32] without gaps, width = the weights in ``n_blocks`` blocks; ``aux``: from prepare_columns.
     ``out``: address of column 0, row 0; columns are ``out_stride`` bytes apart. Ranges of a multiple of 32
     rows are the fastest.
     """

@@ -31,12 +31,12 @@ from realizar_torch.cpu_kernels.simd import (
     load_u8x16,
     load_u8x32,
     load_u8x64,
-    pair_f32x16,
     prefetch,
     shuffle,
     store,
     u8x16_to_f32x16,
 )
+from realizar_torch.cpu_kernels.simd_unpack import pair_f32x16
 
 from realizar_torch.formats import Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
 

@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
-from realizar_torch.cpu_kernels.memory import HARDWARE_HALF, pointer_at
+from realizar_torch.cpu_kernels.memory import pointer_at
 
 I32 = ir.IntType(32)
 _LLVM = {"u8": ir.IntType(8), "i8": ir.IntType(8), "i32": I32, "f32": ir.FloatType()}
@@ -128,54 +128,8 @@ def _loader(vector):
     return intrinsic(load)
 
 
-load_u8x16, load_u8x32, load_u8x64, load_i8x64 = (_loader(v) for v in (U8x16, U8x32, U8x64, I8x64))
-load_f32x4, load_f32x8, load_f32x16, load_i32x16 = (_loader(v) for v in (F32x4, F32x8, F32x16, I32x16))
-
-
-def half_bits_to_float(builder, half):
-    """fp16 bits → fp32 in LLVM lanes by integer steps, as ``memory.half_bits_to_f32``."""
-    words, floats = (ir.VectorType(element, half.type.count) for element in (I32, ir.FloatType()))
-
-    def lanes(bits):
-        return ir.Constant(words, [bits] * half.type.count)
-
-    bits = builder.zext(half, words)
-    magnitude = builder.shl(builder.and_(bits, lanes(0x7FFF)), lanes(13))
-    scale = builder.bitcast(lanes((127 + 112) << 23), floats)
-    finite = builder.bitcast(builder.fmul(builder.bitcast(magnitude, floats), scale), words)
-    special = builder.icmp_unsigned(">=", magnitude, lanes(0x7C00 << 13))
-    magnitude = builder.select(special, builder.or_(magnitude, lanes(0x7F800000)), finite)
-    sign = builder.shl(builder.and_(bits, lanes(0x8000)), lanes(16))
-    return builder.bitcast(builder.or_(magnitude, sign), floats)
-
-
-def _strided_halves(name, together):
-    """The intrinsic ``name(address, stride)``: ``together`` fp16 at each of four places, as fp32."""
-    result = Vector("f32", 4 * together)
-    item = ir.IntType(16 * together)
-
-    def load(typing_context, address, stride):
-        def generate(context, builder, signature, arguments):
-            address, stride = arguments
-            items = ir.Constant(ir.VectorType(item, 4), ir.Undefined)
-            for place in range(4):
-                value = builder.load(pointer_at(builder, item, address), align=1)
-                items = builder.insert_element(items, value, I32(place))
-                address = builder.add(address, stride)
-            half = builder.bitcast(items, ir.VectorType(ir.IntType(16), result.lanes))
-            if HARDWARE_HALF:
-                return builder.fpext(
-                    builder.bitcast(half, ir.VectorType(ir.HalfType(), result.lanes)), result.llvm
-                )
-            return half_bits_to_float(builder, half)
-
-        return result(types.int64, types.int64), generate
-
-    load.__name__ = load.__qualname__ = name
-    return intrinsic(load)
-
-
-load_halves, load_half_pairs = _strided_halves("load_halves", 1), _strided_halves("load_half_pairs", 2)
+load_u8x16, load_u8x32, load_u8x64 = (_loader(vector) for vector in (U8x16, U8x32, U8x64))
+load_f32x4, load_f32x8, load_f32x16 = (_loader(vector) for vector in (F32x4, F32x8, F32x16))
 
 
 @intrinsic
@@ -241,10 +195,9 @@ def shuffle(*indices):
 
 join_u8x16 = shuffle(*range(32))
 join_u8x32 = shuffle(*range(64))
-join_f32x8 = shuffle(*range(16))
 
 
-def _converter(name, source, result, convert):
+def converter(name, source, result, convert):
     """An intrinsic of one argument: ``convert(builder, value, result's LLVM type)``."""
 
     def conversion(typing_context, value):
@@ -271,12 +224,6 @@ def _halving_sum(builder, value, _):
     return builder.extract_element(value, I32(0))
 
 
-def _bit_lanes(builder, bits, result):
-    """Bit i of an int64 as 0 or 255 in byte i."""
-    mask = builder.bitcast(bits, ir.VectorType(ir.IntType(1), 64))
-    return builder.sext(mask, result)
-
-
 def _halving(name, operation):
     """Reduce all lanes by an LLVM vector reduction of integers."""
 
@@ -284,20 +231,19 @@ def _halving(name, operation):
         word = call(builder, f"llvm.vector.reduce.{operation}.v16i32", I32, value)
         return builder.sext(word, ir.IntType(64))
 
-    return _converter(name, I32x16, types.int64, reduce)
+    return converter(name, I32x16, types.int64, reduce)
 
 
 sum_i32x16, max_i32x16 = _halving("sum_i32x16", "add"), _halving("max_i32x16", "smax")
-bits_of_f32x16 = _converter("bits_of_f32x16", F32x16, I32x16, lambda b, v, t: b.bitcast(v, t))
-f32x16_of_bits = _converter("f32x16_of_bits", I32x16, F32x16, lambda b, v, t: b.bitcast(v, t))
-low_bytes = _converter("low_bytes", I32x16, U8x16, lambda b, v, t: b.trunc(v, t))
-to_f32x16 = _converter("to_f32x16", I32x16, F32x16, lambda b, v, t: b.sitofp(v, t))
-as_i8x64 = _converter("as_i8x64", U8x64, I8x64, lambda b, v, t: v)
-sum_f32x8 = _converter("sum_f32x8", F32x8, types.float32, _halving_sum)
-sum_f32x16 = _converter("sum_f32x16", F32x16, types.float32, _halving_sum)
-bytes_of_bits = _converter("bytes_of_bits", types.int64, U8x64, _bit_lanes)
-u8x16_to_f32x16 = _converter("u8x16_to_f32x16", U8x16, F32x16, lambda b, v, t: b.uitofp(v, t))
-i8x16_to_f32x16 = _converter("i8x16_to_f32x16", U8x16, F32x16, lambda b, v, t: b.sitofp(v, t))
+bits_of_f32x16 = converter("bits_of_f32x16", F32x16, I32x16, lambda b, v, t: b.bitcast(v, t))
+f32x16_of_bits = converter("f32x16_of_bits", I32x16, F32x16, lambda b, v, t: b.bitcast(v, t))
+low_bytes = converter("low_bytes", I32x16, U8x16, lambda b, v, t: b.trunc(v, t))
+to_f32x16 = converter("to_f32x16", I32x16, F32x16, lambda b, v, t: b.sitofp(v, t))
+as_i8x64 = converter("as_i8x64", U8x64, I8x64, lambda b, v, t: v)
+sum_f32x8 = converter("sum_f32x8", F32x8, types.float32, _halving_sum)
+sum_f32x16 = converter("sum_f32x16", F32x16, types.float32, _halving_sum)
+u8x16_to_f32x16 = converter("u8x16_to_f32x16", U8x16, F32x16, lambda b, v, t: b.uitofp(v, t))
+i8x16_to_f32x16 = converter("i8x16_to_f32x16", U8x16, F32x16, lambda b, v, t: b.sitofp(v, t))
 
 
 def _picker(name, comparison):
@@ -332,63 +278,3 @@ def fma(typing_context, a, b, c):
         return call(builder, f"llvm.fmuladd.v{lanes}{element}", a.llvm, *arguments)
 
     return a(a, b, c), generate
-
-
-def _pair(vector):
-    """The intrinsic ``pair_<type>(a, b)``: ``a`` in the lower half of the lanes, ``b`` in the upper half."""
-
-    def fill(typing_context, first, second):
-        def generate(context, builder, signature, arguments):
-            two = ir.Constant(ir.VectorType(vector.llvm.element, 2), ir.Undefined)
-            for lane, value in enumerate(arguments):
-                two = builder.insert_element(two, value, I32(lane))
-            half = vector.lanes // 2
-            return select_lanes(builder, two, two, [0] * half + [1] * half)
-
-        return vector(types.float32, types.float32), generate
-
-    fill.__name__ = fill.__qualname__ = f"pair_{vector.name}"
-    return intrinsic(fill)
-
-
-pair_f32x16 = _pair(F32x16)
-
-
-@intrinsic
-def u8x16_of(typing_context, low, high):
-    """Sixteen bytes from two int64, low bytes first."""
-
-    def generate(context, builder, signature, arguments):
-        pair = ir.Constant(ir.VectorType(ir.IntType(64), 2), ir.Undefined)
-        for lane, value in enumerate(arguments):
-            pair = builder.insert_element(pair, value, I32(lane))
-        return builder.bitcast(pair, U8x16.llvm)
-
-    return U8x16(types.int64, types.int64), generate
-
-
-def _shifted(builder, value, shifts):
-    """Each 32-bit lane of a byte vector shifted right by its own constant; bits cross bytes inside a lane."""
-    words = ir.VectorType(I32, len(shifts))
-    shifted = builder.lshr(builder.bitcast(value, words), ir.Constant(words, list(shifts)))
-    return builder.bitcast(shifted, value.type)
-
-
-def twice(shift, run):
-    """An intrinsic U8x32 → U8x64: every run of ``run`` bytes, then the same shifted right by ``shift`` bits.
-
-    Bits cross byte borders: mask what you use.
-    """
-    indices = [i for start in range(0, 32, run) for _ in range(2) for i in range(start, start + run)]
-    shifts = [shift * (byte // run % 2) for byte in range(0, 64, 4)]
-
-    def repeat(typing_context, value):
-        if value != U8x32:
-            return None
-
-        def generate(context, builder, signature, arguments):
-            return _shifted(builder, select_lanes(builder, arguments[0], arguments[0], indices), shifts)
-
-        return U8x64(U8x32), generate
-
-    return intrinsic(repeat)

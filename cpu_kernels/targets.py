@@ -123,8 +123,8 @@ def _multiply(builder, total, unsigned, signed):
 def add_products(builder, target, steps, operands, initial, largest):
     """Integer sums of an outer product: ``sums[v][c] = initial[c] + sum_s dot(left_s[v], right_s[c])``.
 
-    ``operands(s)`` loads the unsigned 64-byte vectors and the signed ones of step ``s``; ``largest`` bounds the
-    unsigned bytes: it tells over how many steps pair sums fit 16 bits. Signed bytes are above -128.
+    ``operands(s)`` loads the unsigned 64-byte vectors and the signed ones of step ``s``; ``largest`` bounds
+    the unsigned bytes: it tells over how many steps pair sums fit 16 bits. Signed bytes are above -128.
     """
     pieces = 64 // target.dot_bytes
     sums = None

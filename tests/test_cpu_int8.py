@@ -30,7 +30,7 @@ from realizar_torch.cpu_kernels.int8_quantize import quantize_blocks  # noqa: E4
 from realizar_torch.cpu_kernels.int8_rows import matvec_rows  # noqa: E402
 from realizar_torch.cpu_kernels.jit import jit, target_features  # noqa: E402
 from realizar_torch.cpu_kernels.memory import load_u16, store_f32  # noqa: E402
-from realizar_torch.cpu_kernels.simd import half_bits_to_float  # noqa: E402
+from realizar_torch.cpu_kernels.simd_unpack import half_bits_to_float  # noqa: E402
 from realizar_torch.cpu_kernels.targets import GENERIC, TARGETS, best_target, host_target  # noqa: E402
 
 RUNNABLE = [target for target in TARGETS if target.features <= target_features()]
