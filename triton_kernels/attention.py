@@ -16,16 +16,16 @@ STEP_BYTES = 16384
 
 
 @triton.jit
-def _kernel(
-    q, k_cache, v_cache, lengths, partial, extremes, arrived, out, out_q, out_scale, out_sums,
+def _attention_kernel(
+    q, k_cache, v_cache, lengths, starts, partial, extremes, arrived, out, out_q, out_scale, out_sums,
     k_batch, k_head, k_position, v_batch, v_head, v_position, capacity, scale, window, softcap, width,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr,
-    STEP: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, INT8: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, G: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr,
+    STEP: tl.constexpr, SPLITS: tl.constexpr, ALL: tl.constexpr, MERGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, INT8: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (b, kv head, split): GROUP query heads against a run of positions, each K and V row read once.
 
-    Positions max(0, length - window) … length - 1 in runs of whole STEPs, with running maximum and sum (all fp32):
+    Positions max(starts[b], length - window) … length - 1 in runs of whole STEPs, with running maximum and sum (all fp32):
     score = q·k * scale, or cap * tanh(score / cap); out = Σ e^score v / Σ e^score. The program that arrives last adds the
     partial sums in split order, so the result does not depend on which one it was. Length 0 gives zeros.
     """
@@ -36,8 +36,10 @@ def _kernel(
     split = tl.program_id(2)
     length = tl.minimum(tl.load(lengths + batch).to(tl.int32), capacity)
     start = 0
+    if HAS_STARTS:
+        start = tl.load(starts + batch).to(tl.int32)
     if HAS_WINDOW:
-        start = tl.maximum(length - window, 0)
+        start = tl.maximum(length - window, start)
     steps = tl.cdiv(length - start, STEP)
     run = tl.maximum(tl.cdiv(steps, SPLITS), 1) * STEP
     runs = tl.maximum(tl.cdiv(length - start, run), 1)
@@ -80,26 +82,36 @@ def _kernel(
             total = total * shrink[:, None]
             total += tl.dot(cast(share, v.dtype), v, input_precision="ieee")
             highest = top
-        slot = (pair * SPLITS + split) * G
-        tl.store(partial + (slot + member)[:, None] * LANES + lane[None, :], total)
-        tl.store(extremes + (slot + member) * 2, highest)
-        tl.store(extremes + (slot + member) * 2 + 1, weight)
+        slot = (pair * SPLITS + split) * P
+        own = member < P
+        tl.store(partial + (slot + member)[:, None] * LANES + lane[None, :], total, mask=own[:, None])
+        tl.store(extremes + (slot + member) * 2, highest, mask=own)
+        tl.store(extremes + (slot + member) * 2 + 1, weight, mask=own)
         # every thread's stores come before the counter, and the counter before the loads below
         tl.debug_barrier()
         if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == runs - 1:
-            top = tl.full([G], float("-inf"), tl.float32)
-            for other in range(runs):
-                slot = (pair * SPLITS + other) * G
-                top = tl.maximum(top, tl.load(extremes + (slot + member) * 2, cache_modifier=".cg"))
-            weight = tl.zeros([G], tl.float32)
-            total = tl.zeros([G, LANES], tl.float32)
-            for other in range(runs):
-                slot = (pair * SPLITS + other) * G
-                part = tl.load(extremes + (slot + member) * 2, cache_modifier=".cg")
-                shrink = tl.where(part > float("-inf"), tl.exp(part - top), 0.0)
-                weight += shrink * tl.load(extremes + (slot + member) * 2 + 1, cache_modifier=".cg")
-                rows = tl.load(partial + (slot + member)[:, None] * LANES + lane[None, :], cache_modifier=".cg")
-                total += shrink[:, None] * rows
+            member = tl.arange(0, P)
+            heads = pair * GROUP + member
+            held = (member < GROUP)[:, None] & present[None, :]
+            every = tl.arange(0, ALL)[:, None]
+            slot = (pair * SPLITS + every) * P + member[None, :]
+            exists = (every < runs) & (member >= 0)[None, :]
+            tops = tl.load(extremes + slot * 2, mask=exists, other=float("-inf"), cache_modifier=".cg")
+            top = tl.max(tops, 0)
+            weight = tl.zeros([P], tl.float32)
+            total = tl.zeros([P, LANES], tl.float32)
+            for first in range(0, runs, MERGE):
+                one = (first + tl.arange(0, MERGE))[:, None]
+                slot = (pair * SPLITS + one) * P + member[None, :]
+                exists = (one < runs) & (member >= 0)[None, :]
+                part = tl.load(extremes + slot * 2, mask=exists, other=float("-inf"), cache_modifier=".cg")
+                share = tl.load(extremes + slot * 2 + 1, mask=exists, other=0, cache_modifier=".cg")
+                rows = partial + slot[:, :, None] * LANES + lane[None, None, :]
+                rows = tl.load(rows, mask=exists[:, :, None], other=0, cache_modifier=".cg")
+                shrink = tl.where(part > float("-inf"), tl.exp(part - top[None, :]), 0.0)
+                shrink = tl.where(part == part, shrink, part)
+                weight += tl.sum(shrink * share, 0)
+                total += tl.sum(shrink[:, :, None] * rows, 0)
             result = tl.where((weight > 0)[:, None], total / weight[:, None], 0.0)
             # a NaN weight compares false, and must not become a zero
             result = tl.where((weight == weight)[:, None], result, float("nan"))
@@ -107,7 +119,7 @@ def _kernel(
             tl.store(arrived + pair, 0)
             if INT8:
                 tl.debug_barrier()
-                BLOCKS: tl.constexpr = G * LANES // 32
+                BLOCKS: tl.constexpr = P * LANES // 32
                 block = tl.arange(0, BLOCKS)
                 inner = (16 * tl.arange(0, 2))[None, :, None] + tl.arange(0, 16)[None, None, :]
                 columns = kv_head * (GROUP * D) + (block * 32)[:, None, None] + inner
@@ -135,7 +147,7 @@ def attention_scratch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Partial sums, their maxima and weights, and the arrival counters (zero, and left at zero) of ``decode_attention``."""
     splits = choose_splits(batch, kv_heads, capacity)
-    rows = batch * kv_heads * splits * max(QUERY_ROWS, triton.next_power_of_2(q_heads // kv_heads))
+    rows = batch * kv_heads * splits * triton.next_power_of_2(q_heads // kv_heads)
     return (
         torch.empty(rows, triton.next_power_of_2(max(dim, 16)), dtype=torch.float32, device=device),
         torch.empty(rows, 2, dtype=torch.float32, device=device),
@@ -150,6 +162,7 @@ def decode_attention(
     lengths: torch.Tensor,
     *,
     scale: float,
+    starts: torch.Tensor | None = None,
     window: int = 0,
     softcap: float = 0.0,
     scratch: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
@@ -158,11 +171,11 @@ def decode_attention(
     quantize: bool = False,
     dependent: int = 0,
 ) -> tuple[torch.Tensor, Int8Activations | None]:
-    """softmax(q·Kᵀ·scale)·V over the first ``lengths`` positions, or the last ``window`` of them.
+    """softmax(q·Kᵀ·scale)·V over the first ``lengths`` positions, or the last ``window`` of them, from ``starts`` on.
 
     q ``[batch, q_heads, D]`` floats; caches ``[batch, kv_heads, capacity, D]``, strided views with consecutive D; lengths
-    ``[batch]`` int32 or int64 on the device. Returns fp32 ``[batch, q_heads * D]`` and, with ``quantize`` (or ``int8``
-    tensors to fill), its int8 form for the output projection. Deterministic.
+    and starts (None: 0) ``[batch]`` int32 or int64 on the device. Returns fp32 ``[batch, q_heads * D]`` and, with
+    ``quantize`` (or ``int8`` tensors to fill), its int8 form for the output projection. Deterministic.
     """
     batch, kv_heads, capacity, dim = k_cache.shape
     q_heads = q.shape[1] if q.dim() == 3 else 0
@@ -174,23 +187,26 @@ def decode_attention(
         raise FormatError("the last dimension of both caches must be consecutive in memory")
     if lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
         raise FormatError(f"lengths are {lengths.dtype} {tuple(lengths.shape)}; expected int32 or int64 ({batch},)")
+    if starts is not None and (starts.shape != (batch,) or starts.dtype not in (torch.int32, torch.int64)):
+        raise FormatError(f"starts are {starts.dtype} {tuple(starts.shape)}; expected int32 or int64 ({batch},)")
     group, width = q_heads // kv_heads, q_heads * dim
     quantize = quantize or int8 is not None
     if quantize and group * dim % 32:
         raise FormatError(f"{group} heads of {dim} are not whole blocks of 32; quantize the result separately")
-    device = same_device(q, k_cache, v_cache, lengths, out)
+    device = same_device(q, k_cache, v_cache, lengths, starts, out)
     result = out if out is not None else torch.empty(batch, width, dtype=torch.float32, device=device)
     if quantize and int8 is None:
         int8 = empty_int8(batch, width, device)
     partial, extremes, arrived = scratch or attention_scratch(batch, q_heads, kv_heads, dim, capacity, device)
-    lanes = triton.next_power_of_2(max(dim, 16))
+    lanes, splits = triton.next_power_of_2(max(dim, 16)), choose_splits(batch, kv_heads, capacity)
     with on_device(device):
-        _kernel[(batch, kv_heads, choose_splits(batch, kv_heads, capacity))](
-            q, k_cache, v_cache, lengths, partial, extremes, arrived, result, *(int8 or (None, None, None)),
+        _attention_kernel[(batch, kv_heads, splits)](
+            q, k_cache, v_cache, lengths, starts, partial, extremes, arrived, result, *(int8 or (None, None, None)),
             *k_cache.stride()[:3], *v_cache.stride()[:3], capacity, scale, window, softcap, width,
             KV_HEADS=kv_heads, GROUP=group, D=dim, G=max(QUERY_ROWS, triton.next_power_of_2(group)),
-            LANES=lanes, STEP=choose_step(lanes, k_cache.element_size()), SPLITS=choose_splits(batch, kv_heads, capacity),
-            HAS_WINDOW=window > 0, HAS_SOFTCAP=softcap > 0, INT8=quantize, DEPENDENT=int(dependent),
+            P=triton.next_power_of_2(group), LANES=lanes, STEP=choose_step(lanes, k_cache.element_size()),
+            SPLITS=splits, ALL=triton.next_power_of_2(splits), MERGE=8,
+            HAS_WINDOW=window > 0, HAS_SOFTCAP=softcap > 0, HAS_STARTS=starts is not None, INT8=quantize, DEPENDENT=int(dependent),
             num_warps=4, num_stages=2, enable_fp_fusion=True, launch_pdl=bool(dependent),
         )  # fmt: skip
     return result, int8

@@ -14,6 +14,7 @@ from realizar_torch.triton_kernels.decode import (
     word_weights,
 )
 from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, PackedRows, on_device, packed_rows, same_device
+from realizar_torch.triton_kernels.matvec import output_tensor
 from realizar_torch.triton_kernels.primitives import cast, split_words
 
 
@@ -69,24 +70,34 @@ def embedding(
     embedding_dim: int,
     dtype: torch.dtype = torch.float32,
     *,
+    out: torch.Tensor | None = None,
     layout: str = "ggml",
 ) -> torch.Tensor:
     """Rows ``ids`` (int32 or int64, any shape) of a packed table → ``[*ids.shape, embedding_dim]``.
 
-    Ids outside the table give rows of NaN.
+    Ids outside the table give rows of NaN. ``out``: contiguous floats to fill instead, of any float dtype.
     """
     packed = packed_rows(weight, fmt, embedding_dim, layout)
     if ids.dtype not in (torch.int32, torch.int64):
         raise FormatError(f"ids are {ids.dtype}; expected int32 or int64")
     same_device(ids, weight)
     flat = ids.reshape(-1).contiguous()
-    return _decode(packed, flat, flat.numel(), dtype).view(*ids.shape, embedding_dim)
+    if out is not None:
+        out = output_tensor(out, (*ids.shape, embedding_dim), dtype, weight.device).view(-1, embedding_dim)
+    return _decode(packed, flat, flat.numel(), dtype, out).view(*ids.shape, embedding_dim)
 
 
-def _decode(packed: PackedRows, ids: torch.Tensor | None, count: int, dtype: torch.dtype) -> torch.Tensor:
+def _decode(
+    packed: PackedRows,
+    ids: torch.Tensor | None,
+    count: int,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     if dtype not in FLOAT_DTYPES:
         raise FormatError(f"cannot decode to {dtype}; expected float32, float16 or bfloat16")
-    out = torch.empty(count, packed.in_features, dtype=dtype, device=packed.data.device)
+    if out is None:
+        out = torch.empty(count, packed.in_features, dtype=dtype, device=packed.data.device)
     if out.numel() == 0:
         return out
     fmt = packed.fmt.name

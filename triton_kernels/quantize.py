@@ -158,13 +158,16 @@ def normalize(
     zero_centered: bool = False,
     residual: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     dependent: int = 0,
 ) -> torch.Tensor:
     """norm(x + residual), x ``[..., K]`` → the same shape in ``out_dtype``; ``total`` as in ``norm_quantize``."""
     in_features = x.shape[-1] if x.dim() else 0
     rows = float_rows_of(x, in_features, limit=None)
-    result = torch.empty(rows.shape, dtype=out_dtype, device=x.device)
+    result = torch.empty(rows.shape, dtype=out_dtype, device=x.device) if out is None else out.view(rows.shape)
+    if result.dtype not in FLOAT_DTYPES:
+        raise FormatError(f"out is {result.dtype}; expected float32, float16 or bfloat16")
     _norm(
         rows,
         norm_weight,

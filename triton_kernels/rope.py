@@ -12,16 +12,16 @@ STYLES = ("interleaved", "halves")
 
 
 @triton.jit
-def _kernel(
-    qkv, positions, cos, sin, q_norm, k_norm, eps, q_out, k_cache, v_cache,
+def _rope_kernel(
+    qkv, positions, starts, cos, sin, q_norm, k_norm, eps, q_out, k_cache, v_cache,
     k_batch, k_head, k_position, v_batch, v_head, v_position, capacity, tokens,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HALVES: tl.constexpr,
-    HAS_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_STARTS: tl.constexpr, ZERO_CENTERED: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (m, h): head h of row m of qkv ``[M, Q_HEADS + 2 KV_HEADS, D]``; batch m // tokens, position positions[m].
 
     Pairs (2i, 2i+1) or halves (i, i + ROTARY/2) turn by the angle of (position, i): a' = a cos - b sin, b' = b cos + a sin.
-    A position outside the cache is not written.
+    Angles count from starts[batch]. A position outside the cache is not written.
     """
     release_successor(DEPENDENT)
     wait_for_predecessor(DEPENDENT)
@@ -42,6 +42,9 @@ def _kernel(
             angle = lane // 2
             first = lane % 2 == 0
         turns = lane < ROTARY
+        turn = position
+        if HAS_STARTS:
+            turn = tl.maximum(position - tl.load(starts + m // tokens), 0)
         other = tl.load(source + partner, mask=turns, other=0).to(tl.float32)
         if HAS_NORM:
             gain = q_norm
@@ -55,21 +58,21 @@ def _kernel(
                 theirs += 1.0
             value = value * scale * own
             other = other * scale * theirs
-        c = tl.load(cos + position * (ROTARY // 2) + angle, mask=turns, other=0)
-        s = tl.load(sin + position * (ROTARY // 2) + angle, mask=turns, other=0)
+        c = tl.load(cos + turn * (ROTARY // 2) + angle, mask=turns, other=0)
+        s = tl.load(sin + turn * (ROTARY // 2) + angle, mask=turns, other=0)
         turned = value * c + tl.where(first, -other, other) * s
         value = tl.where(turns, turned, value)
-    stored = position < capacity
+    stored = inside & (position < capacity)
     batch = (m // tokens).to(tl.int64)
     if head < Q_HEADS:
         query = q_out + (m.to(tl.int64) * Q_HEADS + head) * D
         tl.store(query + lane, cast(value, q_out.dtype.element_ty), mask=inside)
     elif head < Q_HEADS + KV_HEADS:
         key = k_cache + batch * k_batch + (head - Q_HEADS).to(tl.int64) * k_head + position * k_position
-        tl.store(key + lane, cast(value, k_cache.dtype.element_ty), mask=inside & stored)
+        tl.store(key + lane, cast(value, k_cache.dtype.element_ty), mask=stored)
     else:
         value_at = v_cache + batch * v_batch + (head - Q_HEADS - KV_HEADS).to(tl.int64) * v_head + position * v_position
-        tl.store(value_at + lane, cast(value, v_cache.dtype.element_ty), mask=inside & stored)
+        tl.store(value_at + lane, cast(value, v_cache.dtype.element_ty), mask=stored)
 
 
 def rope_and_store(
@@ -82,6 +85,7 @@ def rope_and_store(
     *,
     q_heads: int,
     style: str,
+    starts: torch.Tensor | None = None,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
@@ -95,6 +99,7 @@ def rope_and_store(
     qkv ``[M, (q_heads + 2 kv_heads) * D]`` floats, M = batch * tokens with the tokens of a sequence together; positions
     ``[M]`` int32 or int64 on the device; cos and sin fp32 ``[max_position, rotary / 2]``; caches ``[batch, kv_heads,
     capacity, D]``, strided views with consecutive D. style: "interleaved" (pairs 2i, 2i+1) or "halves" (i, i + rotary/2).
+    starts ``[batch]``: first position of each sequence, where its angle is 0.
     q_norm and k_norm ``[D]``: RMSNorm of every head before the rotation.
     """
     if style not in STYLES:
@@ -111,6 +116,8 @@ def rope_and_store(
         raise FormatError(f"caches are {tuple(k_cache.shape)} and {tuple(v_cache.shape)}; expected equal, D consecutive")
     if positions.shape != (rows,) or positions.dtype not in (torch.int32, torch.int64):
         raise FormatError(f"positions are {positions.dtype} {tuple(positions.shape)}; expected int32 or int64 ({rows},)")
+    if starts is not None and (starts.shape != (batch,) or starts.dtype not in (torch.int32, torch.int64)):
+        raise FormatError(f"starts are {starts.dtype} {tuple(starts.shape)}; expected int32 or int64 ({batch},)")
     rotary = 2 * cos.shape[-1]
     if cos.shape != sin.shape or cos.dtype != torch.float32 or sin.dtype != torch.float32 or rotary > dim:
         raise FormatError(f"cos and sin are {tuple(cos.shape)} and {tuple(sin.shape)}; expected fp32 (positions, <= {dim}/2)")
@@ -118,18 +125,18 @@ def rope_and_store(
         raise FormatError(f"cos has {cos.shape[0]} positions; the cache has {capacity}")
     if (q_norm is None) != (k_norm is None) or (q_norm is not None and q_norm.dtype != k_norm.dtype):
         raise FormatError("q_norm and k_norm go together, in one dtype")
-    device = same_device(qkv, positions, cos, sin, k_cache, v_cache, q_norm, k_norm, out)
+    device = same_device(qkv, positions, starts, cos, sin, k_cache, v_cache, q_norm, k_norm, out)
     result = out if out is not None else torch.empty(rows, q_heads, dim, dtype=out_dtype, device=device)
     if result.shape != (rows, q_heads, dim) or result.dtype not in FLOAT_DTYPES or not result.is_contiguous():
         raise FormatError(f"out is {result.dtype} {tuple(result.shape)}; expected contiguous ({rows}, {q_heads}, {dim})")
     if rows == 0:
         return result
     with on_device(device):
-        _kernel[(rows, heads)](
-            qkv, positions, cos, sin, vector(q_norm, dim, "q_norm"), vector(k_norm, dim, "k_norm"), eps, result,
+        _rope_kernel[(rows, heads)](
+            qkv, positions, starts, cos, sin, vector(q_norm, dim, "q_norm"), vector(k_norm, dim, "k_norm"), eps, result,
             k_cache, v_cache, *k_cache.stride()[:3], *v_cache.stride()[:3], capacity, rows // batch,
             Q_HEADS=q_heads, KV_HEADS=kv_heads, D=dim, ROTARY=rotary, HALVES=style == "halves",
-            HAS_NORM=q_norm is not None, ZERO_CENTERED=zero_centered, LANES=triton.next_power_of_2(dim),
+            HAS_NORM=q_norm is not None, HAS_STARTS=starts is not None, ZERO_CENTERED=zero_centered, LANES=triton.next_power_of_2(dim),
             DEPENDENT=int(dependent), num_warps=1, enable_fp_fusion=True, launch_pdl=bool(dependent),
         )  # fmt: skip
     return result
