@@ -17,27 +17,44 @@ from realizar_torch.cpu_kernels.memory import (
     store_f32,
 )
 from realizar_torch.cpu_kernels.native import call_native
-from realizar_torch.cpu_kernels.simd import F32x16, call, load_f32x16, sum_f32x16
+from realizar_torch.cpu_kernels.simd import F32x16, call, select_lanes
 
 LANES = 16
 # Rows a thread decodes at a time into its scratch.
 TILE_ROWS = 32
 # Rows and vectors multiplied at once in registers: 16 accumulators of 64 bytes fit 32 such registers.
 _SIDE = 4 if "avx512f" in target_features() else 2
-_TOTALS_BYTES = 64 * _SIDE * _SIDE
+_SUMS_BYTES = 64
 # Activations used before the next rows are: half of a usual second-level cache.
 _ACTIVATION_BYTES = 1 << 19
+
+
+def _lane_sums(builder, vectors):
+    """Lane i: the sum of all lanes of vector i (of up to 16), halves onto halves as in ``sum_f32x16``."""
+    vectors = [*vectors, *[ir.Constant(F32x16.llvm, None)] * (LANES - len(vectors))]
+    group = LANES
+    while group > 1:
+        group //= 2
+        # two vectors of groups become one vector of half groups, the first one's first
+        lower = [lane for lane in range(2 * LANES) if lane // group % 2 == 0]
+        upper = [lane + group for lane in lower]
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [
+            builder.fadd(select_lanes(builder, a, b, lower), select_lanes(builder, a, b, upper))
+            for a, b in pairs
+        ]
+    return vectors[0]
 
 
 def _products(rows, columns):
     """An intrinsic that multiplies ``rows`` weight rows by ``columns`` vectors, ``chunks`` * 16 values each.
 
-    The 16 lanes of row r and vector c go to ``totals + 64 * (columns * r + c)``. Strides are in bytes.
+    The product of row r and vector c is number ``columns * r + c`` of fp32 ``sums``. Strides are in bytes.
     """
 
-    def multiply(typing_context, weights, weight_stride, x, x_stride, chunks, totals):
+    def multiply(typing_context, weights, weight_stride, x, x_stride, chunks, sums):
         def generate(context, builder, signature, arguments):
-            weights, weight_stride, x, x_stride, chunks, totals = arguments
+            weights, weight_stride, x, x_stride, chunks, sums = arguments
             vector = F32x16.llvm
 
             def steps(base, stride, count):
@@ -48,21 +65,18 @@ def _products(rows, columns):
 
             row_bases, column_bases = steps(weights, weight_stride, rows), steps(x, x_stride, columns)
             zero = ir.Constant(vector, None)
-            sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(columns)] for _ in range(rows)]
+            totals = [[cgutils.alloca_once_value(builder, zero) for _ in range(columns)] for _ in range(rows)]
             with cgutils.for_range(builder, chunks) as loop:
                 offset = builder.mul(loop.index, loop.index.type(4 * LANES))
                 row_lanes = [lanes(base, offset) for base in row_bases]
                 for column, base in enumerate(column_bases):
                     column_lanes = lanes(base, offset)
                     for row in range(rows):
-                        total = builder.load(sums[row][column])
-                        operands = (row_lanes[row], column_lanes, total)
-                        builder.store(
-                            call(builder, "llvm.fmuladd.v16f32", vector, *operands), sums[row][column]
-                        )
-            for index, total in enumerate(total for row in sums for total in row):
-                place = pointer_at(builder, vector, totals, totals.type(64 * index))
-                builder.store(builder.load(total), place, align=64)
+                        place = totals[row][column]
+                        operands = (row_lanes[row], column_lanes, builder.load(place))
+                        builder.store(call(builder, "llvm.fmuladd.v16f32", vector, *operands), place)
+            vectors = [builder.load(total) for row in totals for total in row]
+            builder.store(_lane_sums(builder, vectors), pointer_at(builder, vector, sums), align=64)
 
         return types.void(*[types.int64] * 6), generate
 
@@ -75,11 +89,11 @@ _square, _one_row, _one_column, _one = (
 
 
 @jit(device=True)
-def _store_sums(totals, rows, columns, bias, out, out_stride):
-    """Sum the lanes of ``rows`` × ``columns`` accumulators into ``out``, the address of row 0 of vector 0."""
-    for row in range(rows):
-        for column in range(columns):
-            y = sum_f32x16(load_f32x16(totals, 64 * (columns * row + column)))
+def _store_sums(sums, rows, columns, bias, out, out_stride):
+    """Distribute ``rows`` × ``columns`` sums over ``out``, the address of row 0 of vector 0."""
+    for column in range(columns):
+        for row in range(rows):
+            y = load_f32(sums, 4 * (columns * row + column))
             if bias:
                 y += load_f32(bias, 4 * row)
             store_f32(out + out_stride * column, y, 4 * row)
@@ -88,7 +102,7 @@ def _store_sums(totals, rows, columns, bias, out, out_stride):
 @jit(device=True)
 def _multiply(weights, rows, x, columns, stride, bias, out, out_stride):
     """``out[c, r] = weights[r] · x[c] + bias[r]``; rows and vectors are ``stride`` bytes, whole chunks."""
-    totals = stack_alloc(_TOTALS_BYTES, 64)
+    sums = stack_alloc(_SUMS_BYTES, 64)
     chunks = stride // (4 * LANES)
     row = 0
     while row < rows:
@@ -99,15 +113,15 @@ def _multiply(weights, rows, x, columns, stride, bias, out, out_stride):
             width = _SIDE if column + _SIDE <= columns else 1
             values = x + stride * column
             if height == _SIDE and width == _SIDE:
-                _square(w, stride, values, stride, chunks, totals)
+                _square(w, stride, values, stride, chunks, sums)
             elif height == _SIDE:
-                _one_column(w, stride, values, stride, chunks, totals)
+                _one_column(w, stride, values, stride, chunks, sums)
             elif width == _SIDE:
-                _one_row(w, stride, values, stride, chunks, totals)
+                _one_row(w, stride, values, stride, chunks, sums)
             else:
-                _one(w, stride, values, stride, chunks, totals)
+                _one(w, stride, values, stride, chunks, sums)
             target = out + out_stride * column + 4 * row
-            _store_sums(totals, height, width, bias + 4 * row if bias else 0, target, out_stride)
+            _store_sums(sums, height, width, bias + 4 * row if bias else 0, target, out_stride)
             column += width
         row += height
 
