@@ -120,7 +120,7 @@ def matmul_rows(
     """``out[column, row] = dot(weight row, column)`` for rows ``first_row`` to ``last_row``, in fp32.
 
     ``weight``: address of row 0. ``q``, ``scale``: addresses of int8 [columns, width] and fp32
-    [columns, width / 32] without gaps, width = the weights in ``n_blocks`` blocks; ``aux``: from prepare_columns.
+    [columns, width / 32] without gaps, width = weights in ``n_blocks`` blocks; ``aux``: from prepare_columns.
     ``out``: address of column 0, row 0; columns are ``out_stride`` bytes apart. Ranges of a multiple of 32
     rows are the fastest.
     """
