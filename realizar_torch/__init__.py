@@ -26,7 +26,10 @@ _HOMES = {
     "Transformer": "models.transformer",
     "CausalLM": "generation.causal_lm",
     "load": "generation.causal_lm",
+    "generate": "generation.text",
+    "stream": "generation.text",
     "Workspace": "generation.workspace",
+    "doctor": "diagnosis",
 }
 _SUBMODULES = ("ops",)
 

@@ -10,9 +10,10 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from realizar_torch import __version__
-from realizar_torch.cli_session import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PROBLEMS
+from realizar_torch.cli_session import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PROBLEMS, dying_of_interrupts
 from realizar_torch.errors import RealizarError
 
 _MODEL_HELP = (
@@ -39,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _print_warning
-            code = getattr(importlib.import_module(module), function)(args)
+            with dying_of_interrupts():
+                verb = getattr(importlib.import_module(module), function)
+            code = verb(args)
         sys.stdout.flush()
         return code
     except RealizarError as error:
@@ -54,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_PROBLEMS
 
 
-def _print_warning(message: Warning | str, *_: object) -> None:
+def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 

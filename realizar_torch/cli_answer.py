@@ -88,7 +88,7 @@ def _system_messages(system: str | None) -> Messages:
 
 
 def _generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keywords of ``stream_text``. A temperature of 0 is greedy, where the filters would have no effect."""
+    """Keywords of ``stream``. A temperature of 0 is greedy, where the filters would have no effect."""
     options: dict[str, Any] = {"repetition_penalty": args.repetition_penalty, "stop_strings": args.stop}
     filters = {"top_k": args.top_k, "top_p": args.top_p, "min_p": args.min_p}
     if args.temperature != 0:
@@ -107,13 +107,13 @@ def _start(
     holds."""
     import torch
 
-    from realizar_torch.generation.text import encode_prompt, stream_text
+    from realizar_torch.generation.text import encode_prompt, stream
 
     if args.seed is not None and options.get("do_sample"):
         options = options | {"generator": torch.Generator(session.model.device).manual_seed(args.seed)}
     free = session.model.max_seq_len - len(encode_prompt(session.tokenizer, prompt))
     count = min(usual_count, max(free, 1)) if args.max_new_tokens is None else args.max_new_tokens
-    return stream_text(session.model, session.tokenizer, prompt, max_new_tokens=count, **options)
+    return stream(session.model, session.tokenizer, prompt, max_new_tokens=count, **options)
 
 
 def _print_pieces(stream: "TextStream", quiet: bool) -> str:

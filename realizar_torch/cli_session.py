@@ -1,8 +1,12 @@
 """What the verbs that run a model share: finding and loading it, its times, the notice of a first run."""
 
 import argparse
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,20 @@ class Session:
             )
 
 
+@contextmanager
+def dying_of_interrupts() -> Iterator[None]:
+    """Ctrl-C ends the process here, as the system does it. Imports need that: torch swallows a
+    KeyboardInterrupt that comes while it imports numpy, and goes on without numpy."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
 def locate_model(reference: str | None) -> Path:
     """The path a ``--model`` value means; the demo model for None."""
     if reference is None:
@@ -49,14 +67,15 @@ def open_session(args: argparse.Namespace) -> Session:
     """Loads what ``--model`` and its companions ask for."""
     path = locate_model(args.model)
     started = time.perf_counter()
-    import torch
+    with dying_of_interrupts():
+        import torch
 
-    compiled = _kernels_are_compiled()
+        from realizar_torch.generation.causal_lm import load
+
+        compiled = _kernels_are_compiled()
     imported = time.perf_counter()
     if args.threads:
         torch.set_num_threads(args.threads)
-    from realizar_torch.generation.causal_lm import load
-
     model, tokenizer = load(
         path, device=args.device, max_seq_len=args.max_seq_len, activations=args.activations
     )

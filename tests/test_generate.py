@@ -9,7 +9,7 @@ from scripted_model import EOS, PAD, VOCAB, Letters, MarkovModel, scripted
 
 from realizar_torch.errors import BackendUnavailableError, CacheFullError, FormatError, RealizarError
 from realizar_torch.generation.loop import generate_ids
-from realizar_torch.generation.text import stream_text
+from realizar_torch.generation.text import stream
 
 
 @pytest.fixture
@@ -191,11 +191,11 @@ def test_sampling_depends_on_the_seed_only(model):
 def test_logits_without_a_distribution_name_the_step_and_give_no_text(model, value):
     model.follow([5, 6, 7, 8])
     model.table[7, 11] = value
-    stream = stream_text(model, Letters(), "c", max_new_tokens=9)
+    answer = stream(model, Letters(), "c", max_new_tokens=9)
     with pytest.raises(RealizarError, match=r"row 0 .* step 2"):
-        for _ in stream:
+        for _ in answer:
             pass
-    assert stream.token_ids == [6, 7]
+    assert answer.token_ids == [6, 7]
 
 
 def test_streamer_gets_prompt_tokens_and_the_end_even_after_an_error(model):

@@ -7,7 +7,7 @@ from scripted_model import EOS, PAD, Letters, MarkovModel, scripted
 from realizar_torch.errors import CacheFullError, FormatError
 from realizar_torch.generation.loop import generate_ids
 from realizar_torch.generation.stopping import HeldText
-from realizar_torch.generation.text import generate_text, stream_text
+from realizar_torch.generation.text import generate, stream
 
 
 @pytest.fixture
@@ -19,20 +19,20 @@ def test_text_is_the_answer_without_prompt_and_stop_token(model):
     model.follow([*Letters().encode("xhello"), EOS])
     # "l" follows "l": the scripted model would never leave it
     model.table[14, 14], model.table[14, 17] = 0.0, 60.0
-    assert generate_text(model, Letters(), "x", max_new_tokens=20) == "helo"
+    assert generate(model, Letters(), "x", max_new_tokens=20) == "helo"
     messages = [{"role": "user", "content": "wx"}]
-    assert generate_text(model, Letters(), messages, max_new_tokens=20) == "helo"
-    assert generate_text(model, Letters(), "x", max_new_tokens=2) == "he"
+    assert generate(model, Letters(), messages, max_new_tokens=20) == "helo"
+    assert generate(model, Letters(), "x", max_new_tokens=2) == "he"
 
 
 def test_stream_tells_ids_reason_and_metrics(model):
     model.follow([*Letters().encode("xabc"), EOS])
-    stream = stream_text(model, Letters(), "wx", max_new_tokens=20)
-    assert stream.stop_reason is None
-    assert list(stream) == ["a", "b", "c"]
-    assert stream.token_ids == [3, 4, 5, EOS]
-    assert stream.stop_reason == "eos"
-    metrics = stream.metrics
+    answer = stream(model, Letters(), "wx", max_new_tokens=20)
+    assert answer.stop_reason is None
+    assert list(answer) == ["a", "b", "c"]
+    assert answer.token_ids == [3, 4, 5, EOS]
+    assert answer.stop_reason == "eos"
+    metrics = answer.metrics
     assert (metrics.prompt_tokens, metrics.new_tokens, metrics.rows) == (2, 4, 1)
     assert 0 < metrics.first_token <= metrics.last_token
     assert metrics.tokens_per_second == 3 / (metrics.last_token - metrics.first_token)
@@ -40,20 +40,20 @@ def test_stream_tells_ids_reason_and_metrics(model):
 
 def test_stream_raises_at_the_call_and_leaves_grad_mode_alone(model):
     with pytest.raises(CacheFullError):
-        stream_text(model, Letters(), "x", max_new_tokens=64)
+        stream(model, Letters(), "x", max_new_tokens=64)
     for prompt_without_tokens in ("", [], 5, ["a", "b"]):
         with pytest.raises(FormatError):
-            stream_text(model, Letters(), prompt_without_tokens, max_new_tokens=1)
-    for _ in stream_text(model, Letters(), "x", max_new_tokens=3):
+            stream(model, Letters(), prompt_without_tokens, max_new_tokens=1)
+    for _ in stream(model, Letters(), "x", max_new_tokens=3):
         assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def test_stop_string_across_tokens_cuts_the_text_and_keeps_the_ids(model):
     model.follow(Letters().encode("xabcdefg"))
-    stream = stream_text(model, Letters(), "x", max_new_tokens=7, stop_strings=["cde", "zz"])
-    assert list(stream) == ["a", "b"]
-    assert stream.token_ids == Letters().encode("abcde")
-    assert stream.stop_reason == "stop_string"
+    answer = stream(model, Letters(), "x", max_new_tokens=7, stop_strings=["cde", "zz"])
+    assert list(answer) == ["a", "b"]
+    assert answer.token_ids == Letters().encode("abcde")
+    assert answer.stop_reason == "stop_string"
     ids = generate_ids(
         model,
         torch.tensor([Letters().encode("xabc")]),
@@ -66,14 +66,14 @@ def test_stop_string_across_tokens_cuts_the_text_and_keeps_the_ids(model):
 
 def test_held_back_text_and_half_characters_come_at_the_end(model):
     model.follow(Letters().encode("xabcd"))
-    stream = stream_text(model, Letters(), "x", max_new_tokens=3, stop_strings=["cdef"])
-    assert list(stream) == ["a", "b", "c"]
-    assert stream.stop_reason == "length"
+    answer = stream(model, Letters(), "x", max_new_tokens=3, stop_strings=["cdef"])
+    assert list(answer) == ["a", "b", "c"]
+    assert answer.stop_reason == "length"
     model.follow([4, 29, 28, 29])
     # stronger than what the first script has taught "b" and the second "é"
     model.table[4, 29] = model.table[28, 29] = 60.0
-    stream = stream_text(model, Letters(), "b", max_new_tokens=3)
-    assert list(stream) == ["é", "\N{REPLACEMENT CHARACTER}"]
+    answer = stream(model, Letters(), "b", max_new_tokens=3)
+    assert list(answer) == ["é", "\N{REPLACEMENT CHARACTER}"]
 
 
 def test_one_row_stops_at_its_string_while_the_other_goes_on(model):

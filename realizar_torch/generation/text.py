@@ -71,7 +71,7 @@ def encode_prompt(tokenizer: Any, prompt_or_messages: Prompt) -> list[int]:
     return ids
 
 
-def stream_text(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: Any) -> TextStream:
+def stream(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: Any) -> TextStream:
     """Starts an answer; yields its text as it comes, never half a character, without the stop string or
     stop token.
 
@@ -83,6 +83,6 @@ def stream_text(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **option
     return TextStream(Decoding(model, request, with_text=True))
 
 
-def generate_text(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: Any) -> str:
-    """The whole answer of ``stream_text`` as one string; the prompt is not part of it."""
-    return "".join(stream_text(model, tokenizer, prompt_or_messages, **options))
+def generate(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: Any) -> str:
+    """The whole answer of ``stream`` as one string; the prompt is not part of it."""
+    return "".join(stream(model, tokenizer, prompt_or_messages, **options))
