@@ -1,47 +1,18 @@
-"""The tokenizer equals llama.cpp: ids, special tokens and end-of-generation ids, from committed goldens."""
+"""The tokenizer equals llama.cpp: ids, bytes of tokens and special ids, from committed goldens."""
 
 import hashlib
-import json
-import random
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_tokenizers import PRE, SENTENCE_PIECE, load, plain_bpe, plain_spm, tiny_bpe, tiny_spm
 
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.checkpoint.pretokenizers import PRE_TOKENIZERS
 from realizar_torch.checkpoint.tokenizer import Tokenizer
 from realizar_torch.errors import FormatError, GGUFError, UnsupportedArchitectureError
-
-DATA = Path(__file__).parent / "data"
-
-
-def load(name: str) -> dict[str, Any]:
-    return json.loads((DATA / f"tokenizer_{name}.json").read_text())
-
-
-PRE = load("pre")
-SENTENCE_PIECE = load("sentence_piece")
-
-
-def tiny_bpe(**changes: Any) -> Tokenizer:
-    """Over the golden byte-level vocabulary; `bos_token_id=3` replaces that key, None removes one."""
-    metadata = PRE["metadata"] | {"tokenizer.ggml.pre": "gpt-2"}
-    metadata |= {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
-    return Tokenizer.from_gguf({key: value for key, value in metadata.items() if value is not None})
-
-
-def tiny_spm(**changes: Any) -> Tokenizer:
-    metadata = SENTENCE_PIECE["metadata"]
-    metadata = metadata | {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
-    return Tokenizer.from_gguf({key: value for key, value in metadata.items() if value is not None})
-
-
-plain_bpe, plain_spm = cache(tiny_bpe), cache(tiny_spm)
 
 
 @pytest.fixture(scope="module", params=["smollm2", "gemma3"])
@@ -162,8 +133,15 @@ class TestByteLevel:
         tokens = ["a", "b", "Ã", "ab", "<|endoftext|>"]
         tokenizer = tiny_bpe(tokens=tokens, token_type=[1] * 4 + [3], merges=["a b"], bos_token_id=None)
         assert tokenizer.encode("aéb") == [0, 2, 1]
-        assert tokenizer.encode("a©b") == [0, 1]
+        # ā is C4 81, both unknown; a and b must not meet over it
+        assert tokenizer.encode("aāb") == [0, 1]
         assert tokenizer.encode("ab") == [3]
+
+    def test_empty_tokens_are_told_apart_by_their_place(self) -> None:
+        tokenizer = tiny_bpe(tokens=["a", "", "b", ""], token_type=None, merges=["a b"], bos_token_id=None)
+        assert tokenizer.vocab_size == 4
+        assert tokenizer.encode("ab") == [0, 2]
+        assert tokenizer.decode([3]) == "[EMPTY_3]"
 
     def test_merges_into_a_text_that_is_no_token(self) -> None:
         # ab merges before bc does, although ab is no token: what comes out are the characters
@@ -211,144 +189,6 @@ class TestSentencePiece:
     def test_any_text_survives_the_round_trip(self, text: str) -> None:
         tokenizer = plain_spm()
         assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-class TestSpecialTokens:
-    def test_control_tokens_come_from_text_only_when_asked_for(self) -> None:
-        tokenizer = tiny_bpe()
-        end = tokenizer.vocab_size - 1
-        assert end not in tokenizer.encode("a<|endoftext|>b")
-        assert tokenizer.encode("a<|endoftext|>b", parse_special=True).count(end) == 1
-
-    def test_user_defined_tokens_always_do(self) -> None:
-        tokens = PRE["metadata"]["tokenizer.ggml.tokens"]
-        think = len(tokens)
-        kinds = [*PRE["metadata"]["tokenizer.ggml.token_type"], 4, 4]
-        tokenizer = tiny_bpe(tokens=[*tokens, "<think>", "<th"], token_type=kinds)
-        ids = tokenizer.encode("a<think>b<th")
-        # the longer token goes first, whatever is found further left
-        assert ids.count(think) == 1 and ids.count(think + 1) == 1
-        assert tokenizer.decode(ids) == "a<think>b<th"
-
-    @pytest.mark.parametrize(
-        ("keys", "expected"),
-        [
-            ({"eos_token_id": 1}, [1]),
-            ({"eos_token_id": 2, "eot_token_id": 7}, [2, 7]),
-            ({"eos_token_id": 2, "eot_token_id": 7, "eom_token_id": 5, "fim_sep_token_id": 3}, [2, 3, 5, 7]),
-            ({"eos_token_id": 99999, "eot_token_id": 7}, [7]),
-            ({}, []),
-        ],
-    )
-    def test_end_of_generation_by_id(self, keys: dict[str, int], expected: list[int]) -> None:
-        tokens = [f"t{i}" for i in range(8)]
-        names = {"bos_token_id": None, "eos_token_id": None, "tokens": tokens, "token_type": None, **keys}
-        assert list(tiny_bpe(**names, merges=["t 0"]).eos_token_ids) == expected
-
-    @pytest.mark.parametrize(
-        ("tokens", "ending", "hidden"),
-        [
-            (["x", "<|im_end|>", "<end_of_turn>", "<|eot_id|>", "[EOT]"], [1, 2, 3, 4], [1, 2, 3, 4]),
-            (["x", "<fim_pad>", "<reponame>", "<|file_sep|>", "<fim_middle>"], [1, 2, 3], [1, 2, 3, 4]),
-            # the lowest of several texts for one role
-            (["x", "[PAD]", "<PAD>"], [1], [1]),
-            # gpt-oss: an answer has parts that end with <|end|>, and shows its channels
-            (["x", "<|return|>", "<|call|>", "<|end|>", "<|channel|>"], [1, 2], [1, 2]),
-            (["x", "<|call|>", "<|end|>"], [1, 2], [1, 2]),
-            (["x", "<|tool_response>", "</s>"], [1], [1]),
-            (["x", "</s>"], [1], [1]),
-        ],
-    )
-    def test_end_of_generation_by_text(self, tokens: list[str], ending: list[int], hidden: list[int]) -> None:
-        tokenizer = tiny_bpe(
-            tokens=tokens, token_type=None, merges=["a b"], bos_token_id=None, eos_token_id=None
-        )
-        assert list(tokenizer.eos_token_ids) == ending
-        assert [i for i in range(len(tokens)) if not tokenizer.decode([i])] == hidden
-
-    def test_llama_models_have_bos_and_eos_by_default(self) -> None:
-        tokenizer = tiny_spm()
-        assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, None)
-        assert tiny_bpe(bos_token_id=None, eos_token_id=None, padding_token_id=-1).bos_token_id is None
-
-
-class TestBos:
-    """Model type × add_bos_token × a template that writes BOS: exactly one where one is wanted, else none."""
-
-    @pytest.mark.parametrize("template_bos", [False, True])
-    @pytest.mark.parametrize(("added", "bpe", "spm"), [(True, 1, 1), (False, 0, 0), (None, 0, 1)])
-    def test_count(self, added: bool | None, bpe: int, spm: int, template_bos: bool) -> None:
-        template = ("{{ bos_token }}" if template_bos else "") + "{{ messages[0].content }}"
-        for tokenizer, count in ((tiny_bpe(add_bos_token=added), bpe), (tiny_spm(add_bos_token=added), spm)):
-            ids = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], chat_template=template)
-            expected = max(count, int(template_bos))
-            assert ids.count(tokenizer.bos_token_id) == expected
-            assert ids[:expected] == [tokenizer.bos_token_id] * expected
-            assert tokenizer.encode("hi").count(tokenizer.bos_token_id) == count
-
-    def test_a_wanted_token_must_exist(self) -> None:
-        with pytest.raises(GGUFError, match=r"adds BOS.*bos_token_id"):
-            tiny_bpe(add_bos_token=True, bos_token_id=None)
-        with pytest.raises(GGUFError, match=r"adds EOS.*eos_token_id"):
-            tiny_bpe(add_eos_token=True, eos_token_id=10**6)
-
-    def test_eos_is_added_to_texts_but_not_to_chats(self) -> None:
-        tokenizer = tiny_spm(add_eos_token=True)
-        assert tokenizer.encode("hi")[-1] == 2
-        ids = tokenizer.apply_chat_template([{"role": "user"}], chat_template="hi")
-        assert ids == tokenizer.encode("hi")[:-1]
-
-
-class TestDecoding:
-    def test_pieces_are_whole_characters_and_join_to_the_text(self) -> None:
-        rng = random.Random(11)
-        for tokenizer in (tiny_bpe(), tiny_spm()):
-            for _ in range(200):
-                ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(30))]
-                for skip in (True, False):
-                    detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
-                    pieces = [detokenizer.push(i) for i in ids]
-                    raw = b"".join(tokenizer._pieces.piece(i, skip_special_tokens=skip) for i in ids)
-                    if tokenizer._pieces.leading_space:
-                        raw = raw.removeprefix(b" ")
-                    text = "".join(pieces) + detokenizer.flush()
-                    assert (
-                        text
-                        == raw.decode(errors="replace")
-                        == tokenizer.decode(ids, skip_special_tokens=skip)
-                    )
-
-    def test_a_character_of_several_tokens_comes_whole(self) -> None:
-        tokenizer = tiny_spm()
-        ids = tokenizer.encode("a\U0001f9ff", add_special_tokens=False)[-4:]
-        detokenizer = tokenizer.detokenizer()
-        assert [detokenizer.push(i) for i in ids] == ["", "", "", "\U0001f9ff"]
-        assert detokenizer.flush() == ""
-
-    def test_an_unfinished_character_becomes_a_replacement(self) -> None:
-        tokenizer = tiny_spm()
-        euro = tokenizer.encode("\U0001f9ff", add_special_tokens=False)[-4:]
-        detokenizer = tokenizer.detokenizer()
-        assert [detokenizer.push(i) for i in euro[:3]] == ["", "", ""]
-        assert detokenizer.flush() == "�"
-        # a byte that cannot continue it shows at once
-        assert tokenizer.decode([*euro[:2], *tokenizer.encode("a", add_special_tokens=False)]) == "� a"
-
-    def test_a_continued_prompt_keeps_the_space(self) -> None:
-        tokenizer = tiny_spm()
-        detokenizer = tokenizer.detokenizer()
-        for token in tokenizer.encode("The capital is"):
-            detokenizer.push(token)
-        assert "".join(map(detokenizer.push, tokenizer.encode("Paris", add_special_tokens=False))) == " Paris"
-
-    def test_tensors_decode(self) -> None:
-        tokenizer = tiny_bpe()
-        assert tokenizer.decode(torch.tensor(tokenizer.encode("It works"))) == "It works"
-
-    @pytest.mark.parametrize("token", [-1, 10**6])
-    def test_ids_outside_the_vocabulary_are_refused(self, token: int) -> None:
-        with pytest.raises(FormatError, match=f"token id {token} is outside"):
-            tiny_bpe().decode([token])
 
 
 class TestBrokenMetadata:

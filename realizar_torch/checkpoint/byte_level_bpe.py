@@ -37,8 +37,8 @@ class ByteLevelBPE:
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
 
-    def encode(self, text: str, *, after_special: bool) -> list[int]:
-        """Ids of `text`, in which special tokens are not looked for; `after_special` changes nothing here."""
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, in which special tokens are not looked for."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         if not self._expansions:
             return ids
@@ -65,14 +65,13 @@ class _Pairs(Sequence[tuple[str, str]]):
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    # as llama.cpp: the space that separates is the first one behind the first character
-    cut = merge.find(" ", 1)
-    if cut < 0 or cut == len(merge) - 1:
+    left, _, right = merge.partition(" ")
+    if not left or not right:
         raise GGUFError(
             f"tokenizer.ggml.merges holds {merge!r}; expected two parts and a space between them. "
             "Convert the file again."
         )
-    return merge[:cut], merge[cut + 1 :]
+    return left, right
 
 
 def _stand_ins(pairs: Iterable[tuple[str, str]], ids: Mapping[str, int]) -> dict[str, list[int]]:

@@ -15,6 +15,7 @@ from itertools import pairwise
 from realizar_torch.checkpoint.vocabulary import Vocabulary
 
 SPACE = "▁"
+_LONGEST_WORD = 32
 
 
 class SentencePiece:
@@ -30,18 +31,19 @@ class SentencePiece:
         before_space = {x for token in spaced for x, y in pairwise(token) if y == SPACE != x}
         joined = "".join(map(re.escape, sorted(before_space)))
         self._cut = re.compile(f"(?<![{SPACE}{joined}])(?={SPACE})")
-        self._merge_cached = lru_cache(maxsize=1 << 16)(self._merge)
+        self._remembered = lru_cache(maxsize=1 << 16)(self._merge)
 
-    def encode(self, text: str, *, after_special: bool) -> list[int]:
-        """Ids of `text`, in which special tokens are not looked for.
-
-        `after_special`: the text stands at the start or behind a special token, where some vocabularies want
-        a space.
-        """
-        if self._add_space_prefix and after_special:
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, which is a whole text or stands behind a special token; special tokens are not looked
+        for in it."""
+        if self._add_space_prefix:
             text = " " + text
         text = text.replace(" ", SPACE)
-        return [i for word in self._cut.split(text) if word for i in self._merge_cached(word)]
+        result: list[int] = []
+        for word in self._cut.split(text):
+            # words come again, long stretches without a space hardly ever
+            result += self._remembered(word) if len(word) <= _LONGEST_WORD else self._merge(word)
+        return result
 
     def _merge(self, word: str) -> list[int]:
         ids, scores, size = self._ids, self._scores, len(word)
@@ -72,7 +74,7 @@ class SentencePiece:
                 if token is not None:
                     heappush(heap, (-scores[token], first, left, stop))
 
-        result: list[int] = []
+        result = []
         first = 0
         while first < size:
             symbol = word[first : end[first]]

@@ -94,13 +94,8 @@ class Tokenizer:
         ids = []
         if add_special_tokens and vocabulary.add_bos and vocabulary.bos is not None:
             ids.append(vocabulary.bos)
-        after_special = True
         for fragment in self._special_tokens.split(text, parse_special=parse_special):
-            if isinstance(fragment, int):
-                ids.append(fragment)
-            else:
-                ids += self._model.encode(fragment, after_special=after_special)
-            after_special = isinstance(fragment, int)
+            ids += [fragment] if isinstance(fragment, int) else self._model.encode(fragment)
         if add_special_tokens and vocabulary.add_eos and vocabulary.eos is not None:
             ids.append(vocabulary.eos)
         return ids

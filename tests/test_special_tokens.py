@@ -1,0 +1,92 @@
+"""Special tokens in texts, the tokens that end a generation, and exactly one BOS."""
+
+import pytest
+from tiny_tokenizers import PRE, tiny_bpe, tiny_spm
+
+from realizar_torch.errors import GGUFError
+
+
+class TestSpecialTokens:
+    def test_control_tokens_come_from_text_only_when_asked_for(self) -> None:
+        tokenizer = tiny_bpe()
+        end = tokenizer.vocab_size - 1
+        assert end not in tokenizer.encode("a<|endoftext|>b")
+        assert tokenizer.encode("a<|endoftext|>b", parse_special=True).count(end) == 1
+
+    def test_user_defined_tokens_always_do(self) -> None:
+        tokens = PRE["metadata"]["tokenizer.ggml.tokens"]
+        think = len(tokens)
+        kinds = [*PRE["metadata"]["tokenizer.ggml.token_type"], 4, 4]
+        tokenizer = tiny_bpe(tokens=[*tokens, "<think>", "<th"], token_type=kinds)
+        ids = tokenizer.encode("a<think>b<th")
+        # the longer token goes first, whatever is found further left
+        assert ids.count(think) == 1 and ids.count(think + 1) == 1
+        assert tokenizer.decode(ids) == "a<think>b<th"
+
+    @pytest.mark.parametrize(
+        ("keys", "expected"),
+        [
+            ({"eos_token_id": 1}, [1]),
+            ({"eos_token_id": 2, "eot_token_id": 7}, [2, 7]),
+            ({"eos_token_id": 2, "eot_token_id": 7, "eom_token_id": 5, "fim_sep_token_id": 3}, [2, 3, 5, 7]),
+            ({"eos_token_id": 99999, "eot_token_id": 7}, [7]),
+            ({}, []),
+        ],
+    )
+    def test_end_of_generation_by_id(self, keys: dict[str, int], expected: list[int]) -> None:
+        tokens = [f"t{i}" for i in range(8)]
+        names = {"bos_token_id": None, "eos_token_id": None, "tokens": tokens, "token_type": None, **keys}
+        assert list(tiny_bpe(**names, merges=["t 0"]).eos_token_ids) == expected
+
+    @pytest.mark.parametrize(
+        ("tokens", "ending", "hidden"),
+        [
+            (["x", "<|im_end|>", "<end_of_turn>", "<|eot_id|>", "[EOT]"], [1, 2, 3, 4], [1, 2, 3, 4]),
+            (["x", "<fim_pad>", "<reponame>", "<|file_sep|>", "<fim_middle>"], [1, 2, 3], [1, 2, 3, 4]),
+            # the lowest of several texts for one role
+            (["x", "[PAD]", "<PAD>"], [1], [1]),
+            # gpt-oss: an answer has parts that end with <|end|>, and shows its channels
+            (["x", "<|return|>", "<|call|>", "<|end|>", "<|channel|>"], [1, 2], [1, 2]),
+            (["x", "<|call|>", "<|end|>"], [1, 2], [1, 2]),
+            (["x", "<|tool_response>", "</s>"], [1], [1]),
+            (["x", "</s>"], [1], [1]),
+        ],
+    )
+    def test_end_of_generation_by_text(self, tokens: list[str], ending: list[int], hidden: list[int]) -> None:
+        tokenizer = tiny_bpe(
+            tokens=tokens, token_type=None, merges=["a b"], bos_token_id=None, eos_token_id=None
+        )
+        assert list(tokenizer.eos_token_ids) == ending
+        assert [i for i in range(len(tokens)) if not tokenizer.decode([i])] == hidden
+
+    def test_llama_models_have_bos_and_eos_by_default(self) -> None:
+        tokenizer = tiny_spm()
+        assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, None)
+        assert tiny_bpe(bos_token_id=None, eos_token_id=None, padding_token_id=-1).bos_token_id is None
+
+
+class TestBos:
+    """Model type × add_bos_token × a template that writes BOS: exactly one where one is wanted, else none."""
+
+    @pytest.mark.parametrize("template_bos", [False, True])
+    @pytest.mark.parametrize(("added", "bpe", "spm"), [(True, 1, 1), (False, 0, 0), (None, 0, 1)])
+    def test_count(self, added: bool | None, bpe: int, spm: int, template_bos: bool) -> None:
+        template = ("{{ bos_token }}" if template_bos else "") + "{{ messages[0].content }}"
+        for tokenizer, count in ((tiny_bpe(add_bos_token=added), bpe), (tiny_spm(add_bos_token=added), spm)):
+            ids = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], chat_template=template)
+            expected = max(count, int(template_bos))
+            assert ids.count(tokenizer.bos_token_id) == expected
+            assert ids[:expected] == [tokenizer.bos_token_id] * expected
+            assert tokenizer.encode("hi").count(tokenizer.bos_token_id) == count
+
+    def test_a_wanted_token_must_exist(self) -> None:
+        with pytest.raises(GGUFError, match=r"adds BOS.*bos_token_id"):
+            tiny_bpe(add_bos_token=True, bos_token_id=None)
+        with pytest.raises(GGUFError, match=r"adds EOS.*eos_token_id"):
+            tiny_bpe(add_eos_token=True, eos_token_id=10**6)
+
+    def test_eos_is_added_to_texts_but_not_to_chats(self) -> None:
+        tokenizer = tiny_spm(add_eos_token=True)
+        assert tokenizer.encode("hi")[-1] == 2
+        ids = tokenizer.apply_chat_template([{"role": "user"}], chat_template="hi")
+        assert ids == tokenizer.encode("hi")[:-1]
