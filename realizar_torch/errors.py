@@ -2,7 +2,8 @@
 
 
 class RealizarError(Exception):
-    """Base of all errors of this package. The message names what was found, what was expected and what to do."""
+    """Base of all errors of this package. The message names what was found, what was expected and what to
+    do."""
 
 
 class FormatError(RealizarError, ValueError):
