@@ -79,13 +79,22 @@ Q5_1 = BlockFormat(
 Q8_0 = BlockFormat("Q8_0", 8, 32, (Field("d", "f16", 1), Field("qs", "i8", 32)))
 
 Q2_K = BlockFormat(
-    "Q2_K", 10, 256, (Field("scales", "u8", 16), Field("qs", "u8", 64), Field("d", "f16", 1), Field("dmin", "f16", 1))
+    "Q2_K",
+    10,
+    256,
+    (Field("scales", "u8", 16), Field("qs", "u8", 64), Field("d", "f16", 1), Field("dmin", "f16", 1)),
 )
 Q3_K = BlockFormat(
-    "Q3_K", 11, 256, (Field("hmask", "u8", 32), Field("qs", "u8", 64), Field("scales", "u8", 12), Field("d", "f16", 1))
+    "Q3_K",
+    11,
+    256,
+    (Field("hmask", "u8", 32), Field("qs", "u8", 64), Field("scales", "u8", 12), Field("d", "f16", 1)),
 )
 Q4_K = BlockFormat(
-    "Q4_K", 12, 256, (Field("d", "f16", 1), Field("dmin", "f16", 1), Field("scales", "u8", 12), Field("qs", "u8", 128))
+    "Q4_K",
+    12,
+    256,
+    (Field("d", "f16", 1), Field("dmin", "f16", 1), Field("scales", "u8", 12), Field("qs", "u8", 128)),
 )
 Q5_K = BlockFormat(
     "Q5_K",
@@ -100,7 +109,10 @@ Q5_K = BlockFormat(
     ),
 )
 Q6_K = BlockFormat(
-    "Q6_K", 14, 256, (Field("ql", "u8", 128), Field("qh", "u8", 64), Field("scales", "i8", 16), Field("d", "f16", 1))
+    "Q6_K",
+    14,
+    256,
+    (Field("ql", "u8", 128), Field("qh", "u8", 64), Field("scales", "i8", 16), Field("d", "f16", 1)),
 )
 
 PLAIN_FORMATS = (F32, F16, BF16)
