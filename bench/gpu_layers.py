@@ -9,6 +9,7 @@ with dependent launches must give bit for bit what plain launches give before it
 import argparse
 import json
 import math
+import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from gpu_matvec import graph_time, layout_of, random_weight, read_bandwidth
 
 from realizar_torch import packing
 from realizar_torch.triton_kernels.attention import attention_scratch, decode_attention
+from realizar_torch.triton_kernels.configs import Launch, choose
 from realizar_torch.triton_kernels.gate_up import gate_up_int8
 from realizar_torch.triton_kernels.matvec import matvec_int8
 from realizar_torch.triton_kernels.qkv import qkv_int8
@@ -92,11 +94,11 @@ class Chain:
         self.scratch = attention_scratch(1, s.heads, s.kv_heads, s.dim, capacity, torch.device("cuda"))
         self.input = torch.randn(1, s.hidden, device="cuda")
 
-    def step(self, dependent: int, layers: int | None = None) -> torch.Tensor:
-        s = self.shape
+    def step(self, dependent: int, launches: dict[str, Launch] | None = None) -> torch.Tensor:
+        s, shapes = self.shape, launches or {}
         options = {"normalization": "rmsnorm", "eps": 1e-5, "width": s.hidden, "dependent": dependent}
         hidden = self.input
-        for i, layer in enumerate(self.layers[:layers]):
+        for i, layer in enumerate(self.layers):
             x = norm_quantize(hidden, layer["norm1"], **options)
             qkv_weights = [layer[name] for name in ("q", "k", "v")]
             qkv = qkv_int8(
@@ -105,6 +107,7 @@ class Chain:
                 [f for _, f, _ in qkv_weights],
                 s.hidden,
                 layouts=[lay for _, _, lay in qkv_weights],
+                launches=[shapes.get(f"qkv {f}", choose(f, w.shape[0], s.hidden)) for w, f, _ in qkv_weights],
                 dependent=dependent,
             )
             k_cache, v_cache = self.k_cache[i], self.v_cache[i]
@@ -118,17 +121,85 @@ class Chain:
             )  # fmt: skip
             w, fmt, layout = layer["o"]
             hidden = matvec_int8(
-                *x, w, fmt, s.heads * s.dim, residual=hidden, layout=layout, dependent=dependent
+                *x, w, fmt, s.heads * s.dim, residual=hidden, layout=layout, launch=shapes.get("o"), dependent=dependent
             )
             x = norm_quantize(hidden, layer["norm2"], **options)
             gate, fmt, layout = layer["gate"]
-            y = gate_up_int8(*x, gate, layer["up"][0], fmt, s.hidden, layout=layout, dependent=dependent)
+            y = gate_up_int8(
+                *x, gate, layer["up"][0], fmt, s.hidden, layout=layout, launch=shapes.get("gate"), dependent=dependent
+            )
             x = quantize_activations(y, s.inner, dependent=dependent)
             w, fmt, layout = layer["down"]
-            hidden = matvec_int8(*x, w, fmt, s.inner, residual=hidden, layout=layout, dependent=dependent)
+            launch = shapes.get(f"down {fmt}")
+            hidden = matvec_int8(
+                *x, w, fmt, s.inner, residual=hidden, layout=layout, launch=launch, dependent=dependent
+            )
         x = norm_quantize(hidden, self.norm, **options)
         w, fmt, layout = self.head
-        return matvec_int8(*x, w, fmt, s.hidden, layout=layout, dependent=dependent)
+        return matvec_int8(*x, w, fmt, s.hidden, layout=layout, launch=shapes.get("head"), dependent=dependent)
+
+
+def variants() -> list[dict[str, Launch]]:
+    """One launch shape changed at a time."""
+    found: list[dict[str, Launch]] = [{}]
+    q4 = [(2, 4, 1), (4, 4, 1), (4, 8, 2), (2, 8, 2), (4, 16, 4), (8, 16, 4), (2, 16, 4)]
+    for shape in q4:
+        found.append({"o": Launch(*shape)})
+    for shape in q4:
+        rows, blocks, warps = shape
+        found.append({"qkv Q4_K": Launch(*shape), "qkv Q6_K": Launch(min(rows, 2), min(16, 8 * warps), warps)})
+    for shape in [(1, 4, 1), (1, 8, 2), (2, 8, 2), (4, 4, 1), (2, 16, 4), (1, 16, 4), (4, 16, 4)]:
+        found.append({"gate": Launch(*shape)})
+    for shape in [(1, 4, 1), (2, 4, 1), (4, 4, 1), (2, 8, 2), (4, 16, 4), (2, 16, 4), (1, 8, 2)]:
+        found.append({"down Q4_K": Launch(*shape)})
+    for shape in [(1, 8, 1), (2, 8, 1), (4, 8, 1), (2, 32, 4), (1, 16, 2), (2, 64, 8), (4, 16, 2)]:
+        found.append({"down Q6_K": Launch(*shape)})
+    for shape in [(1, 8, 1), (4, 8, 1), (2, 16, 2), (1, 16, 2)]:
+        found.append({"head": Launch(*shape)})
+    return found
+
+
+def _compile(job: tuple[int, dict[str, Launch]]) -> None:
+    base = MODELS["8b"]
+    Chain(Shape(8, base.hidden, base.heads, base.kv_heads, base.dim, base.inner, 1024, base.head_fmt), 128).step(*job)
+
+
+def sweep(modes: list[int], limit: float) -> list[dict[str, object]]:
+    """ms of the 8B chain with each variant in each mode, next to the base's."""
+    with multiprocessing.get_context("spawn").Pool(14) as pool:
+        pool.map(_compile, [(mode, {}) for mode in [0, *modes]], chunksize=1)
+        pool.map(_compile, [(mode, v) for mode in modes for v in variants()[1:]], chunksize=1)
+    chain = Chain(MODELS["8b"], 128)
+    expected = chain.step(0)
+    records = []
+    for launches in variants():
+        line = []
+        for mode in modes:
+            right = torch.allclose(chain.step(mode, launches), expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+            time = graph_time([lambda mode=mode, launches=launches: chain.step(mode, launches)])
+            line.append(f"{time:.3f}" if right else "WRONG")
+            records.append({"mode": mode, "launches": {k: vars(x) for k, x in launches.items()}, "ms": time})
+        print("  ".join(line), {k: (x.rows, x.blocks, x.warps) for k, x in launches.items()}, flush=True)
+    return records
+
+
+def profile(chain: Chain) -> None:
+    """Mean time of every kernel of a graph replay with plain launches."""
+    chain.step(0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain.step(0)
+    graph.replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        graph.replay()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = {}
+    events = sorted((e for e in found.events() if e.device_time), key=lambda e: e.time_range.start)
+    for event in events:
+        times.setdefault(event.name, []).append(event.device_time)
+    for name, values in sorted(times.items(), key=lambda item: -sum(item[1])):
+        print(f"  {name[:40]:40} {len(values):4} x {sum(values) / len(values):7.2f} us = {sum(values):8.1f} us", flush=True)
 
 
 def main() -> None:
@@ -136,10 +207,17 @@ def main() -> None:
     parser.add_argument("--model", nargs="*", default=["8b", "1b"])
     parser.add_argument("--depth", nargs="*", type=int, default=[128, 8192])
     parser.add_argument("--modes", nargs="*", type=int, default=[0, 1])
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     limit = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}: read {limit:.0f} GB/s", flush=True)
+    if options.sweep:
+        runs = sweep(options.modes, limit)
+        if options.out:
+            options.out.write_text(json.dumps(runs, indent=1))
+        return
     records = []
     for name in options.model:
         for depth in options.depth:
@@ -159,6 +237,8 @@ def main() -> None:
                     flush=True,
                 )
                 records.append({"model": name, "depth": depth, "mode": mode, "ms": time, "right": right, "share": share})
+            if options.profile:
+                profile(chain)
             del chain, results, expected
             torch.cuda.empty_cache()
     if options.out:

@@ -16,6 +16,55 @@ STEP_BYTES = 16384
 
 
 @triton.jit
+def _merge(
+    partial, extremes, out, out_q, out_scale, out_sums, pair, runs, kv_head, batch, width,
+    GROUP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr,
+    ALL: tl.constexpr, MERGE: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """Add the partial sums of all runs of one K/V head, MERGE at a time, past the L1 cache; store out and its int8 form."""
+    member = tl.arange(0, P)
+    lane = tl.arange(0, LANES)
+    present = lane < D
+    heads = pair * GROUP + member
+    held = (member < GROUP)[:, None] & present[None, :]
+    every = tl.arange(0, ALL)[:, None]
+    slot = (pair * SPLITS + every) * P + member[None, :]
+    exists = (every < runs) & (member >= 0)[None, :]
+    tops = tl.load(extremes + slot * 2, mask=exists, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(tops, 0)
+    weight = tl.zeros([P], tl.float32)
+    total = tl.zeros([P, LANES], tl.float32)
+    for first in range(0, runs, MERGE):
+        one = (first + tl.arange(0, MERGE))[:, None]
+        some = (pair * SPLITS + one) * P + member[None, :]
+        there = (one < runs) & (member >= 0)[None, :]
+        part = tl.load(extremes + some * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+        share = tl.load(extremes + some * 2 + 1, mask=there, other=0, cache_modifier=".cg")
+        rows = partial + some[:, :, None] * LANES + lane[None, None, :]
+        rows = tl.load(rows, mask=there[:, :, None], other=0, cache_modifier=".cg")
+        shrink = tl.where(part > float("-inf"), tl.exp(part - top[None, :]), 0.0)
+        shrink = tl.where(part == part, shrink, part)
+        weight += tl.sum(shrink * share, 0)
+        total += tl.sum(shrink[:, :, None] * rows, 0)
+    result = tl.where((weight > 0)[:, None], total / weight[:, None], 0.0)
+    # a NaN weight compares false, and must not become a zero
+    result = tl.where((weight == weight)[:, None], result, float("nan"))
+    tl.store(out + heads[:, None] * D + lane[None, :], cast(result, out.dtype.element_ty), mask=held)
+    if INT8:
+        tl.debug_barrier()
+        BLOCKS: tl.constexpr = P * LANES // 32
+        block = tl.arange(0, BLOCKS)
+        inner = (16 * tl.arange(0, 2))[None, :, None] + tl.arange(0, 16)[None, None, :]
+        columns = kv_head * (GROUP * D) + (block * 32)[:, None, None] + inner
+        own = block * 32 < GROUP * D
+        # read back by other threads of this program, after the barrier
+        exact = tl.load(out + batch.to(tl.int64) * width + columns, mask=own[:, None, None], other=0)
+        columns = tl.where(own[:, None, None], columns, width)
+        block = tl.where(own, kv_head * (GROUP * D // 32) + block, width // 32)
+        store_int8(exact.to(tl.float32), block, columns, batch.to(tl.int64), width, out_q, out_scale, out_sums)
+
+
+@triton.jit
 def _attention_kernel(
     q, k_cache, v_cache, lengths, starts, partial, extremes, arrived, out, out_q, out_scale, out_sums,
     k_batch, k_head, k_position, v_batch, v_head, v_position, capacity, scale, window, softcap, width,
@@ -90,45 +139,11 @@ def _attention_kernel(
         # every thread's stores come before the counter, and the counter before the loads below
         tl.debug_barrier()
         if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == runs - 1:
-            member = tl.arange(0, P)
-            heads = pair * GROUP + member
-            held = (member < GROUP)[:, None] & present[None, :]
-            every = tl.arange(0, ALL)[:, None]
-            slot = (pair * SPLITS + every) * P + member[None, :]
-            exists = (every < runs) & (member >= 0)[None, :]
-            tops = tl.load(extremes + slot * 2, mask=exists, other=float("-inf"), cache_modifier=".cg")
-            top = tl.max(tops, 0)
-            weight = tl.zeros([P], tl.float32)
-            total = tl.zeros([P, LANES], tl.float32)
-            for first in range(0, runs, MERGE):
-                one = (first + tl.arange(0, MERGE))[:, None]
-                slot = (pair * SPLITS + one) * P + member[None, :]
-                exists = (one < runs) & (member >= 0)[None, :]
-                part = tl.load(extremes + slot * 2, mask=exists, other=float("-inf"), cache_modifier=".cg")
-                share = tl.load(extremes + slot * 2 + 1, mask=exists, other=0, cache_modifier=".cg")
-                rows = partial + slot[:, :, None] * LANES + lane[None, None, :]
-                rows = tl.load(rows, mask=exists[:, :, None], other=0, cache_modifier=".cg")
-                shrink = tl.where(part > float("-inf"), tl.exp(part - top[None, :]), 0.0)
-                shrink = tl.where(part == part, shrink, part)
-                weight += tl.sum(shrink * share, 0)
-                total += tl.sum(shrink[:, :, None] * rows, 0)
-            result = tl.where((weight > 0)[:, None], total / weight[:, None], 0.0)
-            # a NaN weight compares false, and must not become a zero
-            result = tl.where((weight == weight)[:, None], result, float("nan"))
-            tl.store(out + heads[:, None] * D + lane[None, :], cast(result, out.dtype.element_ty), mask=held)
+            _merge(
+                partial, extremes, out, out_q, out_scale, out_sums, pair, runs, kv_head, batch, width,
+                GROUP, D, P, LANES, SPLITS, ALL, MERGE, INT8,
+            )  # fmt: skip
             tl.store(arrived + pair, 0)
-            if INT8:
-                tl.debug_barrier()
-                BLOCKS: tl.constexpr = P * LANES // 32
-                block = tl.arange(0, BLOCKS)
-                inner = (16 * tl.arange(0, 2))[None, :, None] + tl.arange(0, 16)[None, None, :]
-                columns = kv_head * (GROUP * D) + (block * 32)[:, None, None] + inner
-                own = block * 32 < GROUP * D
-                # read back by other threads of this program, after the barrier
-                exact = tl.load(out + batch.to(tl.int64) * width + columns, mask=own[:, None, None], other=0)
-                columns = tl.where(own[:, None, None], columns, width)
-                block = tl.where(own, kv_head * (GROUP * D // 32) + block, width // 32)
-                store_int8(exact.to(tl.float32), block, columns, batch.to(tl.int64), width, out_q, out_scale, out_sums)
 
 
 def choose_splits(batch: int, kv_heads: int, capacity: int, processors: int = 132) -> int:

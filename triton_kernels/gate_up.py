@@ -8,7 +8,7 @@ from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.configs import Launch, choose
 from realizar_torch.triton_kernels.launch import MAX_ROWS, PackedRows, float_rows_of, on_device, packed_rows, same_device
 from realizar_torch.triton_kernels.matvec import check_int8, output_tensor
-from realizar_torch.triton_kernels.primitives import cast, release_successor
+from realizar_torch.triton_kernels.primitives import cast, prefetch_rows, release_successor
 from realizar_torch.triton_kernels.row_sums import float_rows, int8_row_pairs
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -25,13 +25,15 @@ def activate(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _int8_kernel(
+def _gate_up_int8_kernel(
     gate, gate_stride, up, up_stride, n_rows, blocks, xq, xscale, xsums, out,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
     WHOLE: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: BN rows of both weights (bytes: see decode.py), out[m, rows] = act(gate) * up."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    prefetch_rows(gate, gate_stride, tl.program_id(0) * BN, n_rows, BN, ALIGN, DEPENDENT)
+    prefetch_rows(up, up_stride, tl.program_id(0) * BN, n_rows, BN, ALIGN, DEPENDENT)
     gates, ups = int8_row_pairs(
         gate, gate_stride, up, up_stride, rows, n_rows, blocks, xq, xscale, xsums,
         FMT, PLANAR, ALIGN, M, BN, CB, WHOLE, DEPENDENT,
@@ -43,7 +45,7 @@ def _int8_kernel(
 
 
 @triton.jit
-def _float_kernel(
+def _gate_up_float_kernel(
     gate, gate_stride, up, up_stride, n_rows, blocks, x, in_features, out,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
     WHOLE: tl.constexpr, RAGGED: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -91,7 +93,7 @@ def gate_up_int8(
         return result
     shape = launch or choose(fmt, first.rows, in_features, q.shape[0], "int8", pair=True)
     with on_device(device):
-        _int8_kernel[(triton.cdiv(first.rows, shape.rows),)](
+        _gate_up_int8_kernel[(triton.cdiv(first.rows, shape.rows),)](
             gate, first.stride, up, second.stride, first.rows, first.blocks, q.view(torch.int32), scale, sums, result,
             FMT=fmt, PLANAR=first.planar, ALIGN=align, M=q.shape[0], BN=shape.rows, CB=shape.blocks,
             WHOLE=first.blocks % shape.blocks == 0, ACTIVATION=activation, DEPENDENT=int(dependent),
@@ -123,7 +125,7 @@ def gate_up(
         return result
     shape = launch or choose(fmt, first.rows, in_features, flat.shape[0], "float")
     with on_device(device):
-        _float_kernel[(triton.cdiv(first.rows, shape.rows),)](
+        _gate_up_float_kernel[(triton.cdiv(first.rows, shape.rows),)](
             gate, first.stride, up, second.stride, first.rows, first.blocks, flat, in_features, result,
             FMT=fmt, PLANAR=first.planar, ALIGN=align, M=flat.shape[0], BN=shape.rows, CB=shape.blocks,
             WHOLE=first.blocks % shape.blocks == 0, RAGGED=in_features % first.fmt.block_size != 0,

@@ -15,7 +15,7 @@ from realizar_torch.triton_kernels.launch import (
     same_device,
     vector,
 )
-from realizar_torch.triton_kernels.primitives import cast, release_successor
+from realizar_torch.triton_kernels.primitives import cast, prefetch_rows, release_successor
 from realizar_torch.triton_kernels.row_sums import float_rows, int8_rows
 
 
@@ -37,12 +37,13 @@ def store_rows(
 
 
 @triton.jit
-def _int8_kernel(
+def _matvec_int8_kernel(
     weight, row_stride, n_rows, blocks, xq, xscale, xsums, out, out_stride, bias, residual,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
     WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: BN weight rows × M int8 vectors (bytes: see decode.py and row_sums.int8_step)."""
+    prefetch_rows(weight, row_stride, tl.program_id(0) * BN, n_rows, BN, ALIGN, DEPENDENT)
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     sums = int8_rows(
         weight, row_stride, rows, n_rows, blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, BN, CB, WHOLE, DEPENDENT
@@ -52,7 +53,7 @@ def _int8_kernel(
 
 
 @triton.jit
-def _float_kernel(
+def _matvec_float_kernel(
     weight, row_stride, n_rows, blocks, x, in_features, out, out_stride, bias, residual,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
     WHOLE: tl.constexpr, RAGGED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -95,7 +96,7 @@ def matvec(
     residual = _residual(residual, result)
     shape = launch or choose(fmt, packed.rows, in_features, flat.shape[0], "float")
     with on_device(device):
-        _float_kernel[(triton.cdiv(packed.rows, shape.rows),)](
+        _matvec_float_kernel[(triton.cdiv(packed.rows, shape.rows),)](
             packed.data, packed.stride, packed.rows, packed.blocks, flat, in_features, result, packed.rows, bias, residual,
             FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, M=flat.shape[0], BN=shape.rows, CB=shape.blocks,
             WHOLE=packed.blocks % shape.blocks == 0, RAGGED=in_features % packed.fmt.block_size != 0,
@@ -137,7 +138,7 @@ def matvec_int8(
     residual = _residual(residual, result)
     shape = launch or choose(fmt, packed.rows, in_features, q.shape[0], "int8")
     with on_device(device):
-        _int8_kernel[(triton.cdiv(packed.rows, shape.rows),)](
+        _matvec_int8_kernel[(triton.cdiv(packed.rows, shape.rows),)](
             packed.data, packed.stride, packed.rows, packed.blocks, q.view(torch.int32), scale, sums, result, packed.rows,
             bias, residual,
             FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, M=q.shape[0], BN=shape.rows, CB=shape.blocks,

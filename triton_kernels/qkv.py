@@ -10,7 +10,7 @@ from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.configs import Launch, choose
 from realizar_torch.triton_kernels.launch import PackedRows, on_device, packed_rows, same_device, vector
 from realizar_torch.triton_kernels.matvec import check_int8, output_tensor, store_rows
-from realizar_torch.triton_kernels.primitives import release_successor
+from realizar_torch.triton_kernels.primitives import prefetch_rows, release_successor
 from realizar_torch.triton_kernels.row_sums import int8_rows
 
 
@@ -20,6 +20,7 @@ def _rows_of_one(
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
     HAS_BIAS: tl.constexpr, DEPENDENT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    prefetch_rows(weight, row_stride, first_row, n_rows, BN, ALIGN, DEPENDENT)
     rows = first_row + tl.arange(0, BN)
     sums = int8_rows(
         weight, row_stride, rows, n_rows, blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, BN, CB, EVEN, DEPENDENT
@@ -29,7 +30,7 @@ def _rows_of_one(
 
 
 @triton.jit
-def _kernel(
+def _qkv_int8_kernel(
     w0, stride0, rows0, blocks0, w1, stride1, rows1, blocks1, w2, stride2, rows2, blocks2, xq, xscale, xsums,
     out, out_stride, bias,
     FMT0: tl.constexpr, PLANAR0: tl.constexpr, ALIGN0: tl.constexpr, BN0: tl.constexpr, CB0: tl.constexpr, EVEN0: tl.constexpr,
@@ -73,6 +74,7 @@ def qkv_int8(
     bias: torch.Tensor | None = None,
     *,
     layouts: Sequence[str],
+    launches: Sequence[Launch] | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     dependent: int = 0,
@@ -93,7 +95,7 @@ def qkv_int8(
     if result.numel() == 0:
         return result
     bias = vector(bias, total, "bias")
-    shapes = [choose(item.fmt.name, item.rows, in_features, q.shape[0], "int8") for item in packed]
+    shapes = launches or [choose(item.fmt.name, item.rows, in_features, q.shape[0], "int8") for item in packed]
     warps = shapes[0].warps
     arguments: list[object] = []
     constants: dict[str, object] = {}
@@ -102,7 +104,7 @@ def qkv_int8(
         constants |= _constants(i, item, shape, warps)
     grid = sum(triton.cdiv(item.rows, constants[f"BN{i}"]) for i, item in enumerate(packed))
     with on_device(device):
-        _kernel[(grid,)](
+        _qkv_int8_kernel[(grid,)](
             *arguments, q.view(torch.int32), scale, sums, result, total, bias,
             **constants, M=q.shape[0], HAS_BIAS=bias is not None, DEPENDENT=int(dependent),
             num_warps=warps, enable_fp_fusion=True, launch_pdl=bool(dependent),

@@ -62,7 +62,7 @@ def _rope_kernel(
         s = tl.load(sin + turn * (ROTARY // 2) + angle, mask=turns, other=0)
         turned = value * c + tl.where(first, -other, other) * s
         value = tl.where(turns, turned, value)
-    stored = inside & (position < capacity)
+    stored = tl.where(position < capacity, lane, D) < D
     batch = (m // tokens).to(tl.int64)
     if head < Q_HEADS:
         query = q_out + (m.to(tl.int64) * Q_HEADS + head) * D
