@@ -137,6 +137,12 @@ class TestByteLevel:
         assert tokenizer.encode("aāb") == [0, 1]
         assert tokenizer.encode("ab") == [3]
 
+    def test_only_ascii_letters_make_a_contraction(self) -> None:
+        # ſ (C5 BF) folds to s, but "'ſ" is no "'s" to llama.cpp: the word goes on
+        tokens, merges = ["'", "Å", "¿", "a", "Å¿", "Å¿a"], ["Å ¿", "Å¿ a"]
+        keys = {"token_type": None, "bos_token_id": None, "eos_token_id": None, "pre": "qwen2"}
+        assert tiny_bpe(tokens=tokens, merges=merges, **keys).encode("'ſa") == [0, 5]
+
     def test_empty_tokens_are_told_apart_by_their_place(self) -> None:
         tokenizer = tiny_bpe(tokens=["a", "", "b", ""], token_type=None, merges=["a b"], bos_token_id=None)
         assert tokenizer.vocab_size == 4

@@ -34,8 +34,7 @@ class SentencePiece:
         self._remembered = lru_cache(maxsize=1 << 16)(self._merge)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, which is a whole text or stands behind a special token; special tokens are not looked
-        for in it."""
+        """Ids of `text`, a whole text or what follows a special token; special tokens are not looked for."""
         if self._add_space_prefix:
             text = " " + text
         text = text.replace(" ", SPACE)
