@@ -7,7 +7,7 @@ class RealizarError(Exception):
 
 
 class FormatError(RealizarError, ValueError):
-    """Wrong block format, dtype, shape or argument value for packed weights."""
+    """An argument of the wrong format, dtype, shape or value."""
 
 
 class GGUFError(RealizarError, ValueError):
