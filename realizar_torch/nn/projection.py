@@ -6,11 +6,14 @@ from torch import Tensor, nn
 
 from realizar_torch import ops
 from realizar_torch.nn.linear import QuantizedLinear
+from realizar_torch.ops.cuda import MATVEC_ROWS
 
 
 def project(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
     """x [..., in_features] -> one [..., out_features] per module, each equal to ``linear(x)``."""
-    if not all(isinstance(m, QuantizedLinear) and m.activations == "int8" for m in linears):
+    # many rows on a GPU go through float matrix products
+    quantizes = not x.is_cuda or x.numel() // x.shape[-1] <= MATVEC_ROWS
+    if not quantizes or not all(isinstance(m, QuantizedLinear) and m.activations == "int8" for m in linears):
         return [linear(x) for linear in linears]
     shared: dict[int, ops.QuantizedActivations] = {}
     outputs = []

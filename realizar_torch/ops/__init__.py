@@ -10,7 +10,7 @@ from torch import Tensor
 
 # imported for their registrations
 from realizar_torch.ops import autograd as autograd
-from realizar_torch.ops import bodies, cpu, portable
+from realizar_torch.ops import bodies, cpu, cuda, portable
 from realizar_torch.reference import QuantizedActivations
 
 __all__ = [
@@ -39,6 +39,8 @@ def linear(
     passes the rounding straight through. ``QuantizedActivations`` in place of ``x`` give float32, no grad.
     """
     if isinstance(x, QuantizedActivations):
+        if x.q.is_cuda:
+            return cuda.linear_quantized(x, weight, fmt, in_features, bias, layout=layout)
         kernels = _kernels(x.q.device)
         return bodies.linear_quantized(kernels, x, weight, fmt, in_features, bias, layout=layout)
     return torch.ops.realizar_torch.linear(
@@ -48,6 +50,8 @@ def linear(
 
 def quantize_activations(x: Tensor, fmt: str) -> QuantizedActivations:
     """Quantize ``x [..., K]`` once for all weights of ``fmt`` (or of formats with the same padded K)."""
+    if x.is_cuda:
+        return cuda.quantize_activations(x, fmt)
     return bodies.quantize_activations(_kernels(x.device), x, fmt)
 
 

@@ -76,9 +76,7 @@ def linear_quantized(
 def quantize_activations(kernels: Kernels, x: torch.Tensor, fmt: str) -> QuantizedActivations:
     """``x [..., K]`` → ``q [..., Kp]``, ``scale [..., Kp/32]``, ``sums [..., Kp/16]``."""
     spec = get_packed_format(fmt)
-    if x.ndim == 0 or x.shape[-1] == 0:
-        raise FormatError(f"input has shape {list(x.shape)}; expected at least one feature")
-    checks.check_input(x, x.shape[-1])
+    checks.check_features(x)
     flat = kernels.quantize_activations(_matrix(x.detach()).to(torch.float32), spec.name)
     q, scale, sums = (part.reshape(*x.shape[:-1], part.shape[-1]) for part in (flat.q, flat.scale, flat.sums))
     return QuantizedActivations(q, scale, sums, x.shape[-1])

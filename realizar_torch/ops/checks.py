@@ -54,6 +54,13 @@ def check_input(x: torch.Tensor, in_features: int) -> None:
         raise FormatError(f"input has shape {_shape(x)}, expected last dimension {in_features} (in_features)")
 
 
+def check_features(x: torch.Tensor) -> None:
+    """A float ``[..., K]`` input, K at least 1."""
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise FormatError(f"input has shape {_shape(x)}; expected at least one feature")
+    check_input(x, x.shape[-1])
+
+
 def check_quantized(qx: QuantizedActivations, spec: BlockFormat, in_features: int) -> None:
     """Quantized activations whose length and padding fit a weight of ``in_features`` columns of ``spec``."""
     if qx.in_features != in_features:

@@ -1,0 +1,238 @@
+"""The ops on NVIDIA GPUs: Triton kernels for up to eight rows, decoding and torch.matmul beyond.
+
+Weights are taken in any layout, at any even address. Without Triton: torch ops, with one warning.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from realizar_torch.formats import BlockFormat, get_packed_format
+from realizar_torch.ops import bodies, checks, torch_kernels
+from realizar_torch.ops.library import LIBRARY
+from realizar_torch.ops.normalization import normalize
+from realizar_torch.reference import ACTIVATION_BLOCK, QuantizedActivations
+
+# More rows than this leave the memory limit of a matvec; the kernels take no more.
+MATVEC_ROWS = 8
+# Decoded weights held at a time: what an H100's L2 cache keeps.
+CHUNK_BYTES = 32 << 20
+
+
+@functools.cache
+def problem() -> str | None:
+    """Why the Triton kernels cannot be used, or None; asked at the first call, so that imports stay light."""
+    try:
+        from realizar_torch.triton_kernels import dequantize, matvec, quantize  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    fmt: str,
+    in_features: int,
+    bias: Tensor | None = None,
+    *,
+    activations: str = "float",
+    layout: str = "ggml",
+) -> Tensor:
+    spec = checks.check_linear(x, weight, fmt, in_features, bias, activations, layout)
+    rows, weight = x.reshape(-1, in_features), _addressable(weight)
+    if _matvec_takes(rows):
+        from realizar_torch.triton_kernels import matvec, quantize
+
+        if activations == "int8":
+            q = quantize.quantize_activations(rows, _padded(spec, in_features))
+            y = matvec.matvec_int8(
+                *q, weight, spec.name, in_features, _float(bias), out_dtype=x.dtype, layout=layout
+            )
+        else:
+            y = matvec.matvec(rows, weight, spec.name, in_features, _float(bias), layout=layout)
+    else:
+        y = _matmul(rows, weight, spec, bias, layout)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def linear_quantized(
+    qx: QuantizedActivations,
+    weight: Tensor,
+    fmt: str,
+    in_features: int,
+    bias: Tensor | None = None,
+    *,
+    layout: str = "ggml",
+) -> Tensor:
+    """``linear`` of activations that are quantized already, ``q [..., Kp]`` → float32 [..., N]."""
+    if problem() is not None:
+        return bodies.linear_quantized(torch_kernels, qx, weight, fmt, in_features, bias, layout=layout)
+    spec = checks.check_weight(weight, fmt, in_features, layout)
+    checks.check_quantized(qx, spec, in_features)
+    checks.check_vector("bias", bias, weight.shape[0])
+    checks.check_devices(x=qx.q, weight=weight, bias=bias)
+    weight = _addressable(weight)
+    q, scale, sums = (part.reshape(-1, part.shape[-1]).contiguous() for part in (qx.q, qx.scale, qx.sums))
+    if q.shape[0] <= MATVEC_ROWS:
+        from realizar_torch.triton_kernels.matvec import matvec_int8
+
+        y = matvec_int8(q, scale, sums, weight, spec.name, in_features, _float(bias), layout=layout)
+    else:
+        x = q.to(torch.float32) * scale.repeat_interleave(ACTIVATION_BLOCK, -1)
+        y = _matmul(x[:, :in_features], weight, spec, bias, layout)
+    return y.view(*qx.q.shape[:-1], weight.shape[0])
+
+
+def quantize_activations(x: Tensor, fmt: str) -> QuantizedActivations:
+    """``x [..., K]`` → ``q [..., Kp]``, ``scale [..., Kp/32]``, ``sums [..., Kp/16]``."""
+    if problem() is not None:
+        return bodies.quantize_activations(torch_kernels, x, fmt)
+    from realizar_torch.triton_kernels import quantize
+
+    spec = get_packed_format(fmt)
+    checks.check_features(x)
+    parts = quantize.quantize_activations(_float(x.detach()), _padded(spec, x.shape[-1]))
+    q, scale, sums = (part.view(*x.shape[:-1], part.shape[-1]) for part in parts)
+    return QuantizedActivations(q, scale, sums, x.shape[-1])
+
+
+def embedding(
+    ids: Tensor, weight: Tensor, fmt: str, embedding_dim: int, *, dtype: torch.dtype, layout: str = "ggml"
+) -> Tensor:
+    """As on the CPU, but an id outside the table gives a row of NaN: an error would have to wait."""
+    from realizar_torch.triton_kernels import dequantize
+
+    checks.check_embedding(ids, weight, fmt, embedding_dim, dtype, layout)
+    computed = torch.float32 if dtype == torch.float64 else dtype
+    weight = _addressable(weight)
+    return dequantize.embedding(ids, weight, fmt, embedding_dim, computed, layout=layout).to(dtype)
+
+
+def dequantize(
+    weight: Tensor, fmt: str, in_features: int, *, dtype: torch.dtype, layout: str = "ggml"
+) -> Tensor:
+    from realizar_torch.triton_kernels import dequantize as kernels
+
+    checks.check_dequantize(weight, fmt, in_features, dtype, layout)
+    computed = torch.float32 if dtype == torch.float64 else dtype
+    return kernels.dequantize(_addressable(weight), fmt, in_features, computed, layout=layout).to(dtype)
+
+
+def norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    weight: Tensor,
+    fmt: str | None,
+    in_features: int,
+    bias: Tensor | None = None,
+    *,
+    normalization: str,
+    eps: float,
+    activations: str = "float",
+    layout: str = "ggml",
+) -> Tensor:
+    """Two launches for up to eight rows: the norm (with the quantization), the product."""
+    if fmt is None:
+        return bodies.norm_linear(
+            torch_kernels,
+            x,
+            norm_weight,
+            norm_bias,
+            weight,
+            fmt,
+            in_features,
+            bias,
+            normalization=normalization,
+            eps=eps,
+            activations=activations,
+        )
+    checks.check_norm_linear(
+        x, norm_weight, norm_bias, weight, fmt, in_features, bias, normalization, activations, layout
+    )
+    spec, rows, weight = get_packed_format(fmt), x.reshape(-1, in_features), _addressable(weight)
+    if _matvec_takes(rows):
+        from realizar_torch.triton_kernels import matvec, quantize
+
+        norm = (rows, _float(norm_weight), _float(norm_bias))
+        if activations == "int8":
+            width = _padded(spec, in_features)
+            q = quantize.norm_quantize(*norm, width=width, normalization=normalization, eps=eps)
+            y = matvec.matvec_int8(
+                *q, weight, fmt, in_features, _float(bias), out_dtype=x.dtype, layout=layout
+            )
+        else:
+            normed = quantize.normalize(*norm, normalization=normalization, eps=eps)
+            y = x.new_empty(rows.shape[0], weight.shape[0])
+            matvec.matvec(normed, weight, fmt, in_features, _float(bias), out=y, layout=layout)
+    else:
+        normed = normalize(rows, norm_weight, norm_bias, normalization, eps).to(x.dtype)
+        y = _matmul(normed, weight, spec, bias, layout)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _matmul(x: Tensor, weight: Tensor, spec: BlockFormat, bias: Tensor | None, layout: str) -> Tensor:
+    """``x [M, K] @ decode(weight).T + bias`` in the dtype of ``x``, CHUNK_BYTES of decoded rows at a time."""
+    rows, in_features = weight.shape[0], x.shape[1]
+    y = x.new_empty(x.shape[0], rows)
+    step = max(1, CHUNK_BYTES // (in_features * x.element_size()))
+    for start in range(0, rows, step):
+        part = weight[start : start + step]
+        decoded = dequantize(part, spec.name, in_features, dtype=x.dtype, layout=layout)
+        torch.mm(x, decoded.T, out=y[:, start : start + step])
+        # the allocator gives the next chunk the same memory
+        del decoded
+    return y if bias is None else y.add_(bias.to(y.dtype))
+
+
+def _matvec_takes(rows: Tensor) -> bool:
+    # float64 inputs are computed in float64, which the kernels do not do
+    return rows.shape[0] <= MATVEC_ROWS and rows.dtype != torch.float64
+
+
+def _addressable(weight: Tensor) -> Tensor:
+    """``weight`` itself where kernels can read it: consecutive bytes in a row, rows at even addresses."""
+    readable = weight.stride(1) == 1 and weight.stride(0) % 2 == 0 and weight.data_ptr() % 2 == 0
+    return weight if readable else weight.clone(memory_format=torch.contiguous_format)
+
+
+def _float(x: Tensor | None) -> Tensor | None:
+    """Kernels read float32 and the 16-bit floats."""
+    return x.to(torch.float32) if x is not None and x.dtype == torch.float64 else x
+
+
+def _padded(spec: BlockFormat, in_features: int) -> int:
+    return spec.blocks(in_features) * spec.block_size
+
+
+@functools.cache
+def _warn_of_torch_ops() -> None:
+    warnings.warn(
+        f"the Triton kernels cannot be used ({problem()}); packed weights run in torch ops, "
+        "many times slower",
+        stacklevel=4,
+    )
+
+
+def _implementation(own: Callable[..., Tensor], body: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        if problem() is None:
+            return own(*args, **kwargs)
+        _warn_of_torch_ops()
+        return body(torch_kernels, *args, **kwargs)
+
+    return run
+
+
+for _name, _own in (
+    ("linear", linear),
+    ("embedding", embedding),
+    ("dequantize", dequantize),
+    ("norm_linear", norm_linear),
+):
+    LIBRARY.impl(_name, _implementation(_own, getattr(bodies, _name)), "CUDA")
