@@ -69,7 +69,7 @@ CONTEXT = np.dtype(
         ("starts", np.int64),
         ("tiles", np.int64),
         ("barrier", np.int64),
-        # rotary frequencies: fp64 [ropes, head_dim/2]
+        # rotary frequencies: fp32 [ropes, head_dim/2]
         ("frequencies", np.int64),
         ("ropes", np.int64),
         # 1: linears take int8 activations; 0: fp32

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 from realizar_torch.cpu_kernels.jit import jit
-from realizar_torch.cpu_kernels.memory import load_f32, load_f64, load_i64, store_f32
+from realizar_torch.cpu_kernels.memory import load_f32, load_i64, store_f32
 from realizar_torch.cpu_kernels.norm import rms_norm_vector
 from realizar_torch.cpu_kernels.simd import fma, load_f32x16, splat_f32x16, store, sum_f32x16
 from realizar_torch.cpu_kernels.step_vectors import copy_row, exponentials, scale_row
@@ -20,10 +20,10 @@ def rotary_table(c, arena, batch, position):
     half = c.head_dim // 2
     for rope in range(c.ropes):
         for b in range(batch):
-            own = float(position - load_i64(c.starts, 8 * b))
+            own = np.float32(position - load_i64(c.starts, 8 * b))
             row = 4 * half * (rope * batch + b)
             for pair in range(half):
-                angle = own * load_f64(c.frequencies, 8 * (rope * half + pair))
+                angle = own * load_f32(c.frequencies, 4 * (rope * half + pair))
                 store_f32(arena + c.cos, math.cos(angle), row + 4 * pair)
                 store_f32(arena + c.sin, math.sin(angle), row + 4 * pair)
 

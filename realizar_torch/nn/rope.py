@@ -10,8 +10,9 @@ class RotaryEmbedding(nn.Module):
     """Angles position·theta^(-2i/head_dim), with linear scaling and per-frequency divisors.
 
     ``factor`` divides every position (linear scaling). ``divisors`` (head_dim/2 numbers) divide the
-    frequencies, as the tensor ``rope_freqs.weight`` of Llama 3 files does. The frequencies stay in float64
-    whatever the model is cast to: a cast to bfloat16 would move distant positions by whole radians.
+    frequencies, as the tensor ``rope_freqs.weight`` of Llama 3 files does. Frequencies and angles are rounded to
+    float32, as in transformers, where models were trained: an exact angle at position 1000 is another one.
+    They stay in float32 whatever the model is cast to: bfloat16 would move distant positions by whole radians.
     """
 
     inv_freq: Tensor
@@ -31,10 +32,10 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
 
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
-        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
-        frequencies = 1.0 / (self.theta**exponent * self.factor)
+        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+        frequencies = 1.0 / self.theta**exponent / self.factor
         if self.divisors is not None:
-            frequencies = frequencies / torch.tensor(self.divisors, dtype=torch.float64, device=device)
+            frequencies = frequencies / torch.tensor(self.divisors, dtype=torch.float32, device=device)
         return frequencies
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
@@ -44,8 +45,8 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions int [B, T] -> cos and sin, fp32 [B, 1, T, head_dim/2]."""
-        angle = positions.to(torch.float64)[:, None, :, None] * self.inv_freq
-        return angle.cos().float(), angle.sin().float()
+        angle = positions.to(torch.float32)[:, None, :, None] * self.inv_freq
+        return angle.cos(), angle.sin()
 
     def extra_repr(self) -> str:
         scaling = f", factor={self.factor}" if self.factor != 1.0 else ""
