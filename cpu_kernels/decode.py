@@ -1,4 +1,4 @@
-"""Rows of any packed format as fp32 weights; the format is chosen once per row."""
+"""Decoded rows: fp32 weights of a whole row, one device function per packed format."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -7,11 +7,6 @@ from realizar_torch.cpu_kernels.block_decoders import DECODERS, SUB_BLOCK
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import load_f32, stack_alloc, store_f32
 from realizar_torch.cpu_kernels.simd import i8x16_to_f32x16, load_u8x16, store
-
-from realizar_torch.formats import Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
-
-_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0 = (f.ggml_type for f in (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0))
-_Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K = (f.ggml_type for f in (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K))
 
 # Bytes of the longest decoded block: int8 quants, fp32 scales (as many minima), fp32 weights.
 Q_BYTES, SCALE_BYTES, WEIGHT_BYTES = 256, 64, 1024
@@ -25,12 +20,13 @@ def sixteen_weights(q, scale, minimum, sub):
 
 
 def _row(fmt, decode):
-    """``decode_row`` of one format."""
+    """The row decoder of one format."""
     size, block_bytes = fmt.block_size, fmt.block_bytes
     sub_blocks = size // SUB_BLOCK
 
     @jit(device=True)
     def row_of_format(row, count, target):
+        """The first ``count`` weights of the row at ``row``, as fp32 at ``target``, and nothing beyond."""
         q, scale, minimum = (
             stack_alloc(Q_BYTES, 64),
             stack_alloc(SCALE_BYTES, 64),
@@ -52,35 +48,3 @@ def _row(fmt, decode):
 ROW_DECODERS: Mapping[str, object] = MappingProxyType(
     {fmt.name: _row(fmt, decode) for fmt, decode in DECODERS}
 )
-
-_row_q4_0, _row_q4_1, _row_q5_0, _row_q5_1 = (ROW_DECODERS[f.name] for f in (Q4_0, Q4_1, Q5_0, Q5_1))
-_row_q8_0, _row_q2_k, _row_q3_k = (ROW_DECODERS[f.name] for f in (Q8_0, Q2_K, Q3_K))
-_row_q4_k, _row_q5_k, _row_q6_k = (ROW_DECODERS[f.name] for f in (Q4_K, Q5_K, Q6_K))
-
-
-@jit(device=True)
-def decode_row(ggml_type, row, count, target):
-    """The first ``count`` weights of the row at address ``row``, as fp32 at ``target``, and nothing beyond.
-
-    Equal to ``reference.dequantize`` bit for bit. An unknown ``ggml_type`` writes nothing.
-    """
-    if ggml_type == _Q4_0:
-        _row_q4_0(row, count, target)
-    elif ggml_type == _Q4_1:
-        _row_q4_1(row, count, target)
-    elif ggml_type == _Q5_0:
-        _row_q5_0(row, count, target)
-    elif ggml_type == _Q5_1:
-        _row_q5_1(row, count, target)
-    elif ggml_type == _Q8_0:
-        _row_q8_0(row, count, target)
-    elif ggml_type == _Q2_K:
-        _row_q2_k(row, count, target)
-    elif ggml_type == _Q3_K:
-        _row_q3_k(row, count, target)
-    elif ggml_type == _Q4_K:
-        _row_q4_k(row, count, target)
-    elif ggml_type == _Q5_K:
-        _row_q5_k(row, count, target)
-    elif ggml_type == _Q6_K:
-        _row_q6_k(row, count, target)

@@ -1,16 +1,17 @@
 """Launchers of the CPU kernels: torch tensors in and out, arguments checked, work shared among threads.
 
 ``weight`` is uint8 [N, row_bytes], canonical GGUF bytes of ``fmt`` ("Q4_K") with ``in_features`` weights per
-row. All tensors are contiguous and on the CPU. Results do not depend on the number of threads, which is
-``torch.get_num_threads()``. Everything wrong with an argument is a FormatError.
+row. Tensors are on the CPU, weights and outputs contiguous. Results do not depend on the number of threads,
+which is ``torch.get_num_threads()``; a forked child starts with one. A wrong argument is a FormatError.
 """
 
 import ctypes
+import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
+
 from realizar_torch.cpu_kernels import pool, row_kernels
 from realizar_torch.cpu_kernels.checks import check_output, check_tensor, check_weight
 from realizar_torch.cpu_kernels.jit import jit
@@ -21,8 +22,7 @@ from realizar_torch.cpu_kernels.memory import store_i64
 from realizar_torch.cpu_kernels.program import GELU_TANH, SILU
 from realizar_torch.cpu_kernels.quantize import BLOCK, quantize_vectors
 from realizar_torch.cpu_kernels.rows_of_table import decode_table_rows
-from torch import Tensor
-
+from realizar_torch.cpu_kernels.vectors import Quantized, QuantizedRows, Vectors, check_vectors
 from realizar_torch.errors import FormatError
 from realizar_torch.formats import get_packed_format
 
@@ -31,23 +31,9 @@ SERIAL_WORK = 1 << 17
 
 _ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
 
-
-class Quantized(Protocol):
-    """int8 activations: ``q`` [M, Kp], fp32 ``scale`` [M, Kp / 32] and ``sums`` [M, Kp / 16]."""
-
-    q: Tensor
-    scale: Tensor
-    sums: Tensor
-    in_features: int
-
-
-class QuantizedRows(NamedTuple):
-    """What ``quantize_activations`` gives; the fields of ``reference.QuantizedActivations``."""
-
-    q: Tensor
-    scale: Tensor
-    sums: Tensor
-    in_features: int
+if hasattr(os, "register_at_fork"):
+    # torch's OpenMP threads do not survive a fork: a large torch op in the child would wait for them forever
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 @jit
@@ -111,13 +97,13 @@ def gate_up(
     check_tensor("up_weight", up_weight, torch.uint8, (rows, up.row_bytes(in_features)))
     if activation not in _ACTIVATIONS:
         raise FormatError(f"unknown activation {activation!r}, expected one of {', '.join(_ACTIVATIONS)}")
-    vectors = _vectors(x, (gate_fmt, up_fmt), in_features)
+    vectors = check_vectors(x, (gate_fmt, up_fmt), in_features)
     if vectors.count != 1:
         raise FormatError(f"gate_up got {vectors.count} vectors, expected 1; use matmul for more")
     out, other, counter = torch.empty(1, rows), torch.empty(rows), ctypes.c_int64()
     pool.run(
         gate_up_tiles,
-        _threads(2 * rows * in_features),
+        threads_for(2 * rows * in_features),
         ctypes.addressof(counter),
         vectors.kernel(gate_fmt),
         gate_weight.data_ptr(),
@@ -144,7 +130,7 @@ def quantize_activations(x: Tensor, fmt: str) -> QuantizedRows:
     q = torch.empty(count, padded, dtype=torch.int8)
     scale, sums = torch.empty(count, padded // BLOCK), torch.empty(count, 2 * padded // BLOCK)
     addresses = (q.data_ptr(), scale.data_ptr(), sums.data_ptr())
-    pool.run(quantize_vectors, _threads(count * padded), x.data_ptr(), count, width, padded, *addresses)
+    pool.run(quantize_vectors, threads_for(count * padded), x.data_ptr(), count, width, padded, *addresses)
     return QuantizedRows(q, scale, sums, width)
 
 
@@ -164,39 +150,6 @@ def embedding(ids: Tensor, weight: Tensor, fmt: str, embedding_dim: int) -> Tens
     return _decoded_rows(weight, fmt, embedding_dim, ids)
 
 
-class _Vectors(NamedTuple):
-    """Vectors as kernels take them: how many, the kernel of each format, addresses, bytes between vectors."""
-
-    count: int
-    kernel: Callable[[str], int]
-    addresses: tuple[int, int, int]
-    strides: tuple[int, int, int]
-    # what holds the memory
-    tensors: tuple[Tensor, ...]
-
-
-def _vectors(x: Tensor | Quantized, fmts: Sequence[str], in_features: int) -> _Vectors:
-    """Checked fp32 [M, in_features], or quantized vectors padded to the blocks of every format."""
-    if isinstance(x, Tensor):
-        check_tensor("x", x, torch.float32, (None, in_features), contiguous=False)
-        x = x.contiguous()
-        return _Vectors(
-            x.shape[0], row_kernels.float_rows, (x.data_ptr(), 0, 0), (4 * in_features, 0, 0), (x,)
-        )
-    if x.in_features != in_features:
-        raise FormatError(f"activations have {x.in_features} features, the weight has {in_features}")
-    for fmt in fmts:
-        spec = get_packed_format(fmt)
-        padded = spec.blocks(in_features) * spec.block_size
-        check_tensor("q", x.q, torch.int8, (None, padded))
-    count = x.q.shape[0]
-    check_tensor("scale", x.scale, torch.float32, (count, padded // BLOCK))
-    check_tensor("sums", x.sums, torch.float32, (count, 2 * padded // BLOCK))
-    tensors = (x.q, x.scale, x.sums)
-    strides = (padded, 4 * padded // BLOCK, 8 * padded // BLOCK)
-    return _Vectors(count, row_kernels.int8_rows, tuple(t.data_ptr() for t in tensors), strides, tensors)
-
-
 def _product(
     out: Tensor | None,
     x: Tensor | Quantized,
@@ -207,7 +160,7 @@ def _product(
 ) -> Tensor:
     """``x · decoded weight + bias`` into ``out``, or into new memory."""
     check_weight("weight", weight, fmt, in_features)
-    vectors = _vectors(x, (fmt,), in_features)
+    vectors = check_vectors(x, (fmt,), in_features)
     rows, inputs = weight.shape[0], [*vectors.tensors, weight]
     if bias is not None:
         check_tensor("bias", bias, torch.float32, (rows,))
@@ -225,7 +178,7 @@ def _product(
     addressed = [pair for both in zip(vectors.addresses, vectors.strides, strict=True) for pair in both]
     pool.run(
         matvec_tiles,
-        _threads(vectors.count * rows * in_features),
+        threads_for(vectors.count * rows * in_features),
         ctypes.addressof(counter),
         vectors.kernel(fmt),
         weight.data_ptr(),
@@ -242,12 +195,12 @@ def _product(
 
 
 def _matmul_float(
-    out: Tensor, vectors: _Vectors, weight: Tensor, fmt: str, in_features: int, bias: int
+    out: Tensor, vectors: Vectors, weight: Tensor, fmt: str, in_features: int, bias: int
 ) -> None:
     """``_product`` of several fp32 vectors."""
     rows = weight.shape[0]
     x = torch.nn.functional.pad(vectors.tensors[0], (0, -in_features % LANES)).contiguous()
-    threads, counter = _threads(vectors.count * rows * in_features), ctypes.c_int64()
+    threads, counter = threads_for(vectors.count * rows * in_features), ctypes.c_int64()
     scratch = torch.empty(threads, TILE_ROWS, x.shape[1])
     pool.run(
         matmul_tiles,
@@ -268,14 +221,14 @@ def _matmul_float(
 
 
 def _matmul_int8(
-    out: Tensor, vectors: _Vectors, weight: Tensor, fmt: str, in_features: int, bias: int
+    out: Tensor, vectors: Vectors, weight: Tensor, fmt: str, in_features: int, bias: int
 ) -> None:
     """``_product`` of several quantized vectors."""
     rows, (_, _, sums) = weight.shape[0], vectors.tensors
     aux, state = torch.empty_like(sums), torch.zeros(STATE_BYTES // 8, dtype=torch.int64)
     pool.run(
         matmul_int8_tiles,
-        _threads(vectors.count * rows * in_features),
+        threads_for(vectors.count * rows * in_features),
         state.data_ptr(),
         row_kernels.int8_columns(fmt),
         row_kernels.int8_matmul(fmt),
@@ -298,7 +251,7 @@ def _decoded_rows(weight: Tensor, fmt: str, width: int, ids: Tensor | None) -> T
     out, counter = torch.empty(count, width), ctypes.c_int64()
     pool.run(
         decode_table_rows,
-        _threads(count * width),
+        threads_for(count * width),
         ctypes.addressof(counter),
         row_kernels.decode_row(fmt),
         weight.data_ptr(),
@@ -311,5 +264,6 @@ def _decoded_rows(weight: Tensor, fmt: str, width: int, ids: Tensor | None) -> T
     return out
 
 
-def _threads(work: int) -> int:
+def threads_for(work: int) -> int:
+    """Threads worth waking for this many products."""
     return 1 if work < SERIAL_WORK else torch.get_num_threads()
