@@ -183,19 +183,24 @@ def sweep(modes: list[int], limit: float) -> list[dict[str, object]]:
     return records
 
 
-def profile(chain: Chain) -> None:
-    """Mean time of every kernel of a graph replay with plain launches."""
-    chain.step(0)
+def profile(chain: Chain, mode: int) -> None:
+    """Mean time of every kernel of a graph replay and the time line of one layer."""
+    chain.step(mode)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain.step(0)
+        chain.step(mode)
     graph.replay()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         graph.replay()
         torch.cuda.synchronize()
-    times: dict[str, list[float]] = {}
     events = sorted((e for e in found.events() if e.device_time), key=lambda e: e.time_range.start)
+    middle = len(events) // 2
+    zero = events[middle].time_range.start
+    for event in events[middle : middle + 11]:
+        start = event.time_range.start - zero
+        print(f"    {start:8.2f} .. {start + event.device_time:8.2f} {event.name[:30]}", flush=True)
+    times: dict[str, list[float]] = {}
     for event in events:
         times.setdefault(event.name, []).append(event.device_time)
     for name, values in sorted(times.items(), key=lambda item: -sum(item[1])):
@@ -218,6 +223,8 @@ def main() -> None:
         if options.out:
             options.out.write_text(json.dumps(runs, indent=1))
         return
+    with multiprocessing.get_context("spawn").Pool(len(options.modes)) as pool:
+        pool.map(_compile, [(mode, {}) for mode in options.modes], chunksize=1)
     records = []
     for name in options.model:
         for depth in options.depth:
@@ -237,8 +244,8 @@ def main() -> None:
                     flush=True,
                 )
                 records.append({"model": name, "depth": depth, "mode": mode, "ms": time, "right": right, "share": share})
-            if options.profile:
-                profile(chain)
+                if options.profile:
+                    profile(chain, mode)
             del chain, results, expected
             torch.cuda.empty_cache()
     if options.out:

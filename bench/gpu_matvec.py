@@ -52,6 +52,8 @@ def layout_of(fmt: str) -> str:
 
 def graph_time(calls: list[Callable[[], object]], repeats: int = 7) -> float:
     """Median milliseconds of one replay of a CUDA graph made of ``calls``."""
+    # the inputs are ready before the other stream reads them
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         calls[0]()

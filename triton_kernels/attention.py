@@ -6,7 +6,7 @@ import triton.language as tl
 
 from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, on_device, same_device
-from realizar_torch.triton_kernels.primitives import INTERPRETED, cast, release_successor, wait_for_predecessor
+from realizar_torch.triton_kernels.primitives import INTERPRETED, cast, release_early, release_successor, wait_for_predecessor
 from realizar_torch.triton_kernels.quantize import Int8Activations, empty_int8, store_int8
 
 # tl.dot takes at least 16 rows
@@ -79,6 +79,7 @@ def _attention_kernel(
     partial sums in split order, so the result does not depend on which one it was. Length 0 gives zeros.
     """
     release_successor(DEPENDENT)
+    release_early(DEPENDENT)
     wait_for_predecessor(DEPENDENT)
     batch = tl.program_id(0)
     kv_head = tl.program_id(1)

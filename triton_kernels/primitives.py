@@ -127,14 +127,20 @@ def wait_for_predecessor(DEPENDENT: tl.constexpr):
 @triton.jit
 def release_successor(DEPENDENT: tl.constexpr):
     """Let the next kernel of the stream start (its programs wait for this grid to finish before they read from it)."""
-    if DEPENDENT != 0 and DEPENDENT != 2:
+    if DEPENDENT > 0 and DEPENDENT < 5 and DEPENDENT != 2:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def release_early(DEPENDENT: tl.constexpr):
+    if DEPENDENT >= 5:
         gdc_launch_dependents()
 
 
 @triton.jit
 def prefetch_rows(weight, row_stride, first_row, n_rows, BN: tl.constexpr, ALIGN: tl.constexpr, DEPENDENT: tl.constexpr):
     """Start moving BN rows of a weight into the L2 cache, with one instruction, before the wait for activations."""
-    if DEPENDENT == 4:
+    if DEPENDENT == 4 or DEPENDENT == 6:
         if ALIGN == 16:
             start = weight + first_row.to(tl.int64) * row_stride
             nbytes = tl.minimum(BN, n_rows - first_row) * row_stride

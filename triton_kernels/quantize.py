@@ -8,6 +8,7 @@ from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, float_rows_of, on_device, same_device, vector
 from realizar_torch.triton_kernels.primitives import (
     cast,
+    release_early,
     release_successor,
     round_half_even,
     wait_for_predecessor,
@@ -54,6 +55,7 @@ def _prepare_kernel(
     rmsnorm: y = s / sqrt(mean(s²) + eps) * w; layernorm: y = (s - mean) / sqrt(var + eps) * w + b. fp32 statistics.
     """
     release_successor(DEPENDENT)
+    release_early(DEPENDENT)
     wait_for_predecessor(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * B + tl.arange(0, B)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, on_device, same_device, vector
-from realizar_torch.triton_kernels.primitives import cast, release_successor, wait_for_predecessor
+from realizar_torch.triton_kernels.primitives import cast, release_early, release_successor, wait_for_predecessor
 
 STYLES = ("interleaved", "halves")
 
@@ -24,6 +24,7 @@ def _rope_kernel(
     Angles count from starts[batch]. A position outside the cache is not written.
     """
     release_successor(DEPENDENT)
+    release_early(DEPENDENT)
     wait_for_predecessor(DEPENDENT)
     m = tl.program_id(0)
     head = tl.program_id(1)
@@ -32,6 +33,9 @@ def _rope_kernel(
     source = qkv + (m.to(tl.int64) * (Q_HEADS + 2 * KV_HEADS) + head) * D
     position = tl.load(positions + m).to(tl.int64)
     value = tl.load(source + lane, mask=inside, other=0).to(tl.float32)
+    # no angle and no place in the cache outside 0 … capacity-1
+    position = tl.where(position < 0, capacity, position)
+    reached = tl.where(position < capacity, lane, LANES)
     if head < Q_HEADS + KV_HEADS:
         if HALVES:
             partner = tl.where(lane < ROTARY // 2, lane + ROTARY // 2, lane - ROTARY // 2)
@@ -58,11 +62,11 @@ def _rope_kernel(
                 theirs += 1.0
             value = value * scale * own
             other = other * scale * theirs
-        c = tl.load(cos + turn * (ROTARY // 2) + angle, mask=turns, other=0)
-        s = tl.load(sin + turn * (ROTARY // 2) + angle, mask=turns, other=0)
+        c = tl.load(cos + turn * (ROTARY // 2) + angle, mask=reached < ROTARY, other=0)
+        s = tl.load(sin + turn * (ROTARY // 2) + angle, mask=reached < ROTARY, other=0)
         turned = value * c + tl.where(first, -other, other) * s
         value = tl.where(turns, turned, value)
-    stored = tl.where(position < capacity, lane, D) < D
+    stored = reached < D
     batch = (m // tokens).to(tl.int64)
     if head < Q_HEADS:
         query = q_out + (m.to(tl.int64) * Q_HEADS + head) * D

@@ -16,7 +16,7 @@ from realizar_torch.triton_kernels.decode import (
     word_weights,
     zero_point,
 )
-from realizar_torch.triton_kernels.primitives import dp4a, load_scalar, split_words, wait_for_predecessor
+from realizar_torch.triton_kernels.primitives import dp4a, load_scalar, release_early, split_words, wait_for_predecessor
 
 
 @triton.jit
@@ -133,7 +133,8 @@ def int8_rows(
 
     The first tile of weights is on its way before the activations' producer has finished (DEPENDENT).
     """
-    if DEPENDENT == 3:
+    release_early(DEPENDENT)
+    if DEPENDENT == 3 or DEPENDENT == 7:
         wait_for_predecessor(DEPENDENT)
     row = row_pointers(weight, tl.multiple_of(row_stride, ALIGN), rows, n_rows, BN)
     decoded = tile(row, 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
@@ -153,6 +154,9 @@ def int8_row_pairs(
     WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """``int8_rows`` of the same rows of two weights in one loop, so that both streams are in flight together."""
+    release_early(DEPENDENT)
+    if DEPENDENT == 3 or DEPENDENT == 7:
+        wait_for_predecessor(DEPENDENT)
     row1 = row_pointers(first_weight, tl.multiple_of(first_stride, ALIGN), rows, n_rows, BN)
     row2 = row_pointers(second_weight, tl.multiple_of(second_stride, ALIGN), rows, n_rows, BN)
     decoded1 = tile(row1, 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
