@@ -7,6 +7,7 @@ of 16 lanes take what they can, the rest goes value by value.
 import math
 
 import numpy as np
+
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import load_f32, load_i64, store_f32
 from realizar_torch.cpu_kernels.norm import rms_norm_vector

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from realizar_torch import __version__, ops, reference
-from realizar_torch.cli_session import EXIT_PROBLEMS
+from realizar_torch.cli.session import EXIT_PROBLEMS
 from realizar_torch.formats import PACKED_FORMATS, BlockFormat
 
 _PACKAGES = ("torch", "numpy", "numba", "triton", "tokenizers", "jinja2", "gguf", "safetensors")

@@ -77,7 +77,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> MarkovModel:
         model.mask = attention_mask
         state.free -= input_ids.shape[1]
         assert state.free >= 0
-        model.buffer = torch.zeros(state.batch_size, VOCAB)
+        model.buffer = torch.zeros(state.batch_size, len(model.table))
         return model.buffer.copy_(model.table[input_ids[:, -1]])
 
     def decode_step(model, token_ids, state):

@@ -16,9 +16,9 @@ from command_line import call, exact, schema
 from hf_reference import reference_model
 from tiny_models import write_tiny_llama
 
-from realizar_torch import cli_answer, cli_session
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.checkpoint.tokenizer import Tokenizer
+from realizar_torch.cli import answer, session
 
 PROMPT = "the cat is in the"
 
@@ -195,9 +195,9 @@ assert not {"torch", "numba", "numpy"} & set(sys.modules), "heavy import"
 
 
 def test_first_run_says_that_kernels_are_compiled(run, tiny, monkeypatch):
-    monkeypatch.setattr(cli_session, "_kernels_are_compiled", lambda: False)
+    monkeypatch.setattr(session, "_kernels_are_compiled", lambda: False)
     assert "compiling kernels" in run("generate", PROMPT, "--model", tiny, "-n", 1)[2]
-    monkeypatch.setattr(cli_session, "_kernels_are_compiled", lambda: True)
+    monkeypatch.setattr(session, "_kernels_are_compiled", lambda: True)
     assert "compiling" not in run("generate", PROMPT, "--model", tiny, "-n", 1)[2]
 
 
@@ -205,7 +205,7 @@ def test_interrupt_ends_with_130(run, monkeypatch):
     def interrupted(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_answer, "open_session", interrupted)
+    monkeypatch.setattr(answer, "open_session", interrupted)
     assert run("chat") == (130, "", "\n")
 
 

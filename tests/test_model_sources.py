@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from realizar_torch import demo_model
 from realizar_torch.checkpoint.hub import find_model, select_files
+from realizar_torch.cli import demo_model
 from realizar_torch.errors import BackendUnavailableError, GGUFError, RealizarError
 
 CONTENT = bytes(range(256)) * 5000

@@ -24,7 +24,7 @@ LEVELS = (
     {"nn"},
     {"models", "surgery"},
     {"generation"},
-    {"hf", "cli", "diagnosis", "demo_model", "evaluation"},
+    {"hf", "cli", "diagnosis", "evaluation"},
 )
 HEAVY = ("triton", "numba", "llvmlite", "transformers", "tokenizers", "jinja2", "safetensors", "gguf")
 # the only environment a program of ours looks at: where the user's cache directory is
@@ -49,8 +49,7 @@ SOURCES = dict(_sources())
 def _level(module: str) -> int:
     room = module.split(".")[1]
     for level, rooms in enumerate(LEVELS):
-        # the command line is several files
-        if room in rooms or (room.startswith("cli_") and "cli" in rooms):
+        if room in rooms:
             return level
     raise AssertionError(f"{module}: no level is known for {room!r}; add it to LEVELS")
 

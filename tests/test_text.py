@@ -3,6 +3,7 @@
 import pytest
 import torch
 from scripted_model import EOS, PAD, Letters, MarkovModel, scripted
+from tiny_tokenizers import tiny_spm
 
 from realizar_torch.errors import CacheFullError, FormatError
 from realizar_torch.generation.loop import generate_ids
@@ -106,3 +107,19 @@ def test_held_text_releases_all_that_is_certain(stops, pieces, released, stopped
     held = HeldText(stops)
     assert [*[held.push(piece) for piece in pieces], held.flush()] == released
     assert held.stopped is stopped
+
+
+def test_a_first_word_keeps_the_space_that_parts_it_from_the_prompt(monkeypatch):
+    """SentencePiece drops the space at the start of a text; a continued text does not start there."""
+    tokenizer = tiny_spm(add_space_prefix=True, add_bos_token=False)
+    tokens = tokenizer.vocabulary.tokens
+    word = next(i for i, token in enumerate(tokens) if token.startswith("\u2581") and len(token) > 1)
+    model = scripted(monkeypatch)
+    model.config.vocab_size = len(tokens)
+    model.table = torch.zeros(len(tokens), len(tokens))
+    model.table[:, word] = 1.0
+    text = tokens[word].replace("\u2581", " ")
+    assert generate(model, tokenizer, "a", max_new_tokens=2) == text + text
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", lambda *_, **__: tokenizer.encode("a"))
+    answer = generate(model, tokenizer, [{"role": "user", "content": "a"}], max_new_tokens=2)
+    assert answer == text.removeprefix(" ") + text

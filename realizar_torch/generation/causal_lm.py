@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from realizar_torch.checkpoint.gguf import open_gguf
+from realizar_torch.checkpoint.hub import find_model
 from realizar_torch.errors import FormatError
 from realizar_torch.generation.loop import generate_ids
 from realizar_torch.models.loading import load_transformer
@@ -27,9 +27,7 @@ class CausalLM(Transformer):
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
 
-    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
-        """Token ids [B, T] -> [B, T + new], as transformers' ``generate``; options as in ``generate_ids``."""
-        return generate_ids(self, input_ids, attention_mask, **options)
+    generate = generate_ids
 
 
 def load(
@@ -58,7 +56,7 @@ def load(
         dtype = torch.float32
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise FormatError(f"dtype is {dtype!r}, expected 'auto' or a floating point torch.dtype")
-    file = open_gguf(path)
+    file = open_gguf(find_model(path))
     model = load_transformer(
         file,
         device=torch.device("cpu" if device is None else device),

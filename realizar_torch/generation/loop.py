@@ -28,10 +28,12 @@ class Decoding:
 
     released: the text each row has let go in the latest step, where the rows have detokenizers. rows: a
     RowStop per row. metrics: the numbers so far. Iteration ends when every row has ended or
-    ``max_new_tokens`` are reached.
+    ``max_new_tokens`` are reached. preceding: ids of the text that the answer continues.
     """
 
-    def __init__(self, model: Any, request: Request, *, with_text: bool = False) -> None:
+    def __init__(
+        self, model: Any, request: Request, *, with_text: bool = False, preceding: Sequence[int] = ()
+    ) -> None:
         self._model = model
         self._request = request
         needs_text = with_text or bool(request.stop_strings)
@@ -39,7 +41,7 @@ class Decoding:
             RowStop(
                 request.stop_ids,
                 request.stop_strings,
-                request.tokenizer.detokenizer() if needs_text else None,
+                _detokenizer(request.tokenizer, preceding) if needs_text else None,
             )
             for _ in range(request.input_ids.shape[0])
         ]
@@ -118,6 +120,14 @@ class Decoding:
         mask = request.attention_mask
         present = torch.ones_like(request.input_ids) if mask is None else mask
         return counts.scatter_reduce_(1, request.input_ids, present.to(torch.uint8), "amax").bool()
+
+
+def _detokenizer(tokenizer: Any, preceding: Sequence[int]) -> Any:
+    """A detokenizer for text that goes on after ``preceding``: a first word keeps the space before it."""
+    detokenizer = tokenizer.detokenizer()
+    for token in preceding:
+        detokenizer.push(token)
+    return detokenizer
 
 
 def generate_ids(

@@ -78,9 +78,11 @@ def stream(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: An
     options: the keywords of ``generate_ids`` except streamer. Errors in the arguments are raised here, not
     later.
     """
-    ids = torch.tensor([encode_prompt(tokenizer, prompt_or_messages)])
-    request = make_request(model, ids, tokenizer=tokenizer, **options)
-    return TextStream(Decoding(model, request, with_text=True))
+    ids = encode_prompt(tokenizer, prompt_or_messages)
+    request = make_request(model, torch.tensor([ids]), tokenizer=tokenizer, **options)
+    # an answer to messages begins a text of its own
+    preceding = ids if isinstance(prompt_or_messages, str) else ()
+    return TextStream(Decoding(model, request, with_text=True, preceding=preceding))
 
 
 def generate(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: Any) -> str:

@@ -10,9 +10,9 @@ class RotaryEmbedding(nn.Module):
     """Angles position·theta^(-2i/head_dim), with linear scaling and per-frequency divisors.
 
     ``factor`` divides every position (linear scaling). ``divisors`` (head_dim/2 numbers) divide the
-    frequencies, as the tensor ``rope_freqs.weight`` of Llama 3 files does. Frequencies and angles are rounded to
-    float32, as in transformers, where models were trained: an exact angle at position 1000 is another one.
-    They stay in float32 whatever the model is cast to: bfloat16 would move distant positions by whole radians.
+    frequencies, as the tensor ``rope_freqs.weight`` of Llama 3 files does. Frequencies and angles are rounded
+    to float32, as in transformers, where models were trained: an exact angle at position 1000 is another
+    one. They stay in float32 whatever the model is cast to: bfloat16 would move distant positions by radians.
     """
 
     inv_freq: Tensor

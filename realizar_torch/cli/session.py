@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realizar_torch.demo_model import demo_model
+from realizar_torch.cli.demo_model import demo_model
 
 EXIT_PROBLEMS, EXIT_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from realizar_torch import __version__
-from realizar_torch.cli_session import Session, open_session
+from realizar_torch.cli.session import Session, open_session
 from realizar_torch.errors import CacheFullError, FormatError, GGUFError
 from realizar_torch.metrics import mean_and_deviation
 
@@ -105,7 +105,7 @@ def _machine_record(session: Session, args: argparse.Namespace) -> dict[str, Any
     import torch
 
     from realizar_torch.checkpoint.gguf import open_gguf
-    from realizar_torch.cli_inspect import describe
+    from realizar_torch.cli.inspection import describe
 
     file = describe(open_gguf(session.path))
     return {

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from realizar_torch.cli_session import EXIT_INTERRUPTED, Session, open_session
+from realizar_torch.cli.session import EXIT_INTERRUPTED, Session, open_session
 from realizar_torch.errors import CacheFullError, FormatError
 
 # imported where they are used: the session times the import of torch

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from realizar_torch import __version__
-from realizar_torch.cli_session import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PROBLEMS, dying_of_interrupts
+from realizar_torch.cli.session import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PROBLEMS, dying_of_interrupts
 from realizar_torch.errors import RealizarError
 
 _MODEL_HELP = (
@@ -21,12 +21,12 @@ _MODEL_HELP = (
 )
 # verb -> module and function that run it
 _VERBS = {
-    "generate": ("realizar_torch.cli_answer", "generate"),
-    "chat": ("realizar_torch.cli_answer", "chat"),
-    "info": ("realizar_torch.cli_inspect", "info"),
-    "check": ("realizar_torch.cli_inspect", "check"),
-    "bench": ("realizar_torch.cli_measure", "bench"),
-    "perplexity": ("realizar_torch.cli_measure", "perplexity"),
+    "generate": ("realizar_torch.cli.answer", "generate"),
+    "chat": ("realizar_torch.cli.answer", "chat"),
+    "info": ("realizar_torch.cli.inspection", "info"),
+    "check": ("realizar_torch.cli.inspection", "check"),
+    "bench": ("realizar_torch.cli.measure", "bench"),
+    "perplexity": ("realizar_torch.cli.measure", "perplexity"),
     "doctor": ("realizar_torch.diagnosis", "run"),
 }
 

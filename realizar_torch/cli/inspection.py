@@ -7,7 +7,7 @@ from typing import Any
 
 from realizar_torch.checkpoint.gguf import GGUFFile, open_gguf
 from realizar_torch.checkpoint.tokenizer import Tokenizer
-from realizar_torch.cli_session import EXIT_PROBLEMS, locate_model
+from realizar_torch.cli.session import EXIT_PROBLEMS, locate_model
 from realizar_torch.errors import RealizarError
 from realizar_torch.generation.causal_lm import DEFAULT_MAX_SEQ_LEN
 from realizar_torch.models.config import ModelConfig
