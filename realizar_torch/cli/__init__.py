@@ -146,7 +146,3 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

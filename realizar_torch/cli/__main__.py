@@ -1,0 +1,7 @@
+"""``python -m realizar_torch.cli``: the command line without its installed script."""
+
+import sys
+
+from realizar_torch.cli import main
+
+sys.exit(main())
