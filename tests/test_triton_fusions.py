@@ -11,6 +11,7 @@ from realizar_torch.errors import FormatError
 
 pytest.importorskip("triton")
 
+from realizar_torch.triton_kernels.configs import AttentionLaunch
 from realizar_torch.triton_kernels.attention import attention_scratch, decode_attention
 from realizar_torch.triton_kernels.gate_up import gate_up, gate_up_int8
 from realizar_torch.triton_kernels.qkv import qkv_int8
@@ -134,15 +135,18 @@ def attention_oracle(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (30, 0.0), (0, 5.0)])
-def test_decode_attention(dtype: torch.dtype, window: int, softcap: float) -> None:
-    batch, q_heads, kv_heads, dim, capacity = 3, 6, 2, 32, 100
+@pytest.mark.parametrize("launch", [None, AttentionLaunch(16, 1, 2, 4, 2)], ids=["one run", "merged runs"])
+def test_decode_attention(
+    dtype: torch.dtype, window: int, softcap: float, launch: AttentionLaunch | None
+) -> None:
+    batch, q_heads, kv_heads, dim, capacity = 3, 6, 2, 32, 300
     q = torch.randn(batch, q_heads, dim, device=DEVICE)
     k, v = (torch.randn(batch, capacity, kv_heads, dim, device=DEVICE).to(dtype).transpose(1, 2) for _ in range(2))
     scratch = attention_scratch(batch, q_heads, kv_heads, dim, capacity, q.device)
-    for lengths in ([1, 64, 100], [0, 65, 31]):
+    for lengths in ([1, 64, 300], [0, 65, 31]):
         out, int8 = decode_attention(
             q, k, v, torch.tensor(lengths, device=DEVICE),
-            scale=0.25, window=window, softcap=softcap, scratch=scratch, quantize=True,
+            scale=0.25, window=window, softcap=softcap, scratch=scratch, quantize=True, launch=launch,
         )  # fmt: skip
         expected = attention_oracle(q, k, v, lengths, 0.25, window, softcap)
         # a query and probabilities rounded to the cache's type: 2^-8 of |score| <= 4 and of |v| <= 4 for bf16

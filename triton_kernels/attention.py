@@ -5,14 +5,44 @@ import triton
 import triton.language as tl
 
 from realizar_torch.errors import FormatError
+from realizar_torch.triton_kernels.configs import AttentionLaunch, choose_attention, choose_splits
 from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, on_device, same_device
 from realizar_torch.triton_kernels.primitives import INTERPRETED, cast, release_early, release_successor, wait_for_predecessor
 from realizar_torch.triton_kernels.quantize import Int8Activations, empty_int8, store_int8
 
 # tl.dot takes at least 16 rows
 QUERY_ROWS = 16
-# K (or V) bytes per loop step: two steps of both stay in flight in shared memory
-STEP_BYTES = 16384
+
+
+@triton.jit
+def _finish(
+    total, weight, out, out_q, out_scale, out_sums, pair, kv_head, batch, width,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """Store total / weight ``[ROWS, LANES]`` of GROUP query heads, and its int8 form."""
+    member = tl.arange(0, ROWS)
+    lane = tl.arange(0, LANES)
+    heads = pair * GROUP + member
+    held = (member < GROUP)[:, None] & (lane < D)[None, :]
+    result = tl.where((weight > 0)[:, None], total / weight[:, None], 0.0)
+    # a NaN weight compares false, and must not become a zero
+    result = tl.where((weight == weight)[:, None], result, float("nan"))
+    tl.store(out + heads[:, None] * D + lane[None, :], cast(result, out.dtype.element_ty), mask=held)
+    if INT8:
+        BLOCKS: tl.constexpr = ROWS * LANES // 32
+        block = tl.arange(0, BLOCKS)
+        inner = (16 * tl.arange(0, 2))[None, :, None] + tl.arange(0, 16)[None, None, :]
+        own = block * 32 < GROUP * D
+        columns = kv_head * (GROUP * D) + (block * 32)[:, None, None] + inner
+        if LANES == D:
+            exact = tl.reshape(result, [BLOCKS, 2, 16])
+        else:
+            # read back by other threads of this program, after the barrier
+            tl.debug_barrier()
+            exact = tl.load(out + batch.to(tl.int64) * width + columns, mask=own[:, None, None], other=0).to(tl.float32)
+        columns = tl.where(own[:, None, None], columns, width)
+        block = tl.where(own, kv_head * (GROUP * D // 32) + block, width // 32)
+        store_int8(exact, block, columns, batch.to(tl.int64), width, out_q, out_scale, out_sums)
 
 
 @triton.jit
@@ -24,9 +54,6 @@ def _merge(
     """Add the partial sums of all runs of one K/V head, MERGE at a time, past the L1 cache; store out and its int8 form."""
     member = tl.arange(0, P)
     lane = tl.arange(0, LANES)
-    present = lane < D
-    heads = pair * GROUP + member
-    held = (member < GROUP)[:, None] & present[None, :]
     every = tl.arange(0, ALL)[:, None]
     slot = (pair * SPLITS + every) * P + member[None, :]
     exists = (every < runs) & (member >= 0)[None, :]
@@ -46,22 +73,9 @@ def _merge(
         shrink = tl.where(part == part, shrink, part)
         weight += tl.sum(shrink * share, 0)
         total += tl.sum(shrink[:, :, None] * rows, 0)
-    result = tl.where((weight > 0)[:, None], total / weight[:, None], 0.0)
-    # a NaN weight compares false, and must not become a zero
-    result = tl.where((weight == weight)[:, None], result, float("nan"))
-    tl.store(out + heads[:, None] * D + lane[None, :], cast(result, out.dtype.element_ty), mask=held)
-    if INT8:
-        tl.debug_barrier()
-        BLOCKS: tl.constexpr = P * LANES // 32
-        block = tl.arange(0, BLOCKS)
-        inner = (16 * tl.arange(0, 2))[None, :, None] + tl.arange(0, 16)[None, None, :]
-        columns = kv_head * (GROUP * D) + (block * 32)[:, None, None] + inner
-        own = block * 32 < GROUP * D
-        # read back by other threads of this program, after the barrier
-        exact = tl.load(out + batch.to(tl.int64) * width + columns, mask=own[:, None, None], other=0)
-        columns = tl.where(own[:, None, None], columns, width)
-        block = tl.where(own, kv_head * (GROUP * D // 32) + block, width // 32)
-        store_int8(exact.to(tl.float32), block, columns, batch.to(tl.int64), width, out_q, out_scale, out_sums)
+    _finish(
+        total, weight, out, out_q, out_scale, out_sums, pair, kv_head, batch, width, P, GROUP, D, LANES, INT8
+    )
 
 
 @triton.jit
@@ -69,7 +83,8 @@ def _attention_kernel(
     q, k_cache, v_cache, lengths, starts, partial, extremes, arrived, out, out_q, out_scale, out_sums,
     k_batch, k_head, k_position, v_batch, v_head, v_position, capacity, scale, window, softcap, width,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, G: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr,
-    STEP: tl.constexpr, SPLITS: tl.constexpr, ALL: tl.constexpr, MERGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, INT8: tl.constexpr,
+    STEP: tl.constexpr, MINIMUM: tl.constexpr, SPLITS: tl.constexpr, ALL: tl.constexpr, MERGE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, INT8: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (b, kv head, split): GROUP query heads against a run of positions, each K and V row read once.
@@ -91,7 +106,7 @@ def _attention_kernel(
     if HAS_WINDOW:
         start = tl.maximum(length - window, start)
     steps = tl.cdiv(length - start, STEP)
-    run = tl.maximum(tl.cdiv(steps, SPLITS), 1) * STEP
+    run = tl.maximum(tl.cdiv(steps, SPLITS), MINIMUM) * STEP
     runs = tl.maximum(tl.cdiv(length - start, run), 1)
     if split < runs:
         member = tl.arange(0, G)
@@ -132,30 +147,24 @@ def _attention_kernel(
             total = total * shrink[:, None]
             total += tl.dot(cast(share, v.dtype), v, input_precision="ieee")
             highest = top
-        slot = (pair * SPLITS + split) * P
-        own = member < P
-        tl.store(partial + (slot + member)[:, None] * LANES + lane[None, :], total, mask=own[:, None])
-        tl.store(extremes + (slot + member) * 2, highest, mask=own)
-        tl.store(extremes + (slot + member) * 2 + 1, weight, mask=own)
-        # every thread's stores come before the counter, and the counter before the loads below
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == runs - 1:
-            _merge(
-                partial, extremes, out, out_q, out_scale, out_sums, pair, runs, kv_head, batch, width,
-                GROUP, D, P, LANES, SPLITS, ALL, MERGE, INT8,
-            )  # fmt: skip
-            tl.store(arrived + pair, 0)
-
-
-def choose_splits(batch: int, kv_heads: int, capacity: int, processors: int = 132) -> int:
-    """Programs per (sequence, K/V head): two for every multiprocessor in all, none with less than one step."""
-    wanted = max(1, 2 * processors // (batch * kv_heads))
-    return min(wanted, triton.cdiv(capacity, 64), 64)
-
-
-def choose_step(lanes: int, itemsize: int) -> int:
-    """Positions per loop step for K and V rows of ``lanes`` elements: 16 to 64."""
-    return max(16, min(64, STEP_BYTES // (lanes * itemsize)))
+        if runs == 1:
+            _finish(
+                total, weight, out, out_q, out_scale, out_sums, pair, kv_head, batch, width, G, GROUP, D, LANES, INT8
+            )
+        else:
+            slot = (pair * SPLITS + split) * P
+            own = member < P
+            tl.store(partial + (slot + member)[:, None] * LANES + lane[None, :], total, mask=own[:, None])
+            tl.store(extremes + (slot + member) * 2, highest, mask=own)
+            tl.store(extremes + (slot + member) * 2 + 1, weight, mask=own)
+            # every thread's stores come before the counter, and the counter before the merge's loads
+            tl.debug_barrier()
+            if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == runs - 1:
+                _merge(
+                    partial, extremes, out, out_q, out_scale, out_sums, pair, runs, kv_head, batch, width,
+                    GROUP, D, P, LANES, SPLITS, ALL, MERGE, INT8,
+                )  # fmt: skip
+                tl.store(arrived + pair, 0)
 
 
 def attention_scratch(
@@ -185,6 +194,7 @@ def decode_attention(
     out: torch.Tensor | None = None,
     int8: Int8Activations | None = None,
     quantize: bool = False,
+    launch: AttentionLaunch | None = None,
     dependent: int = 0,
 ) -> tuple[torch.Tensor, Int8Activations | None]:
     """softmax(q·Kᵀ·scale)·V over the first ``lengths`` positions, or the last ``window`` of them, from ``starts`` on.
@@ -214,15 +224,16 @@ def decode_attention(
     if quantize and int8 is None:
         int8 = empty_int8(batch, width, device)
     partial, extremes, arrived = scratch or attention_scratch(batch, q_heads, kv_heads, dim, capacity, device)
+    shape = launch or choose_attention(triton.next_power_of_2(max(dim, 16)), k_cache.element_size())
     lanes, splits = triton.next_power_of_2(max(dim, 16)), choose_splits(batch, kv_heads, capacity)
     with on_device(device):
         _attention_kernel[(batch, kv_heads, splits)](
             q, k_cache, v_cache, lengths, starts, partial, extremes, arrived, result, *(int8 or (None, None, None)),
             *k_cache.stride()[:3], *v_cache.stride()[:3], capacity, scale, window, softcap, width,
             KV_HEADS=kv_heads, GROUP=group, D=dim, G=max(QUERY_ROWS, triton.next_power_of_2(group)),
-            P=triton.next_power_of_2(group), LANES=lanes, STEP=choose_step(lanes, k_cache.element_size()),
-            SPLITS=splits, ALL=triton.next_power_of_2(splits), MERGE=8,
+            P=triton.next_power_of_2(group), LANES=lanes, STEP=shape.step, MINIMUM=shape.minimum,
+            SPLITS=splits, ALL=triton.next_power_of_2(splits), MERGE=shape.merge,
             HAS_WINDOW=window > 0, HAS_SOFTCAP=softcap > 0, HAS_STARTS=starts is not None, INT8=quantize, DEPENDENT=int(dependent),
-            num_warps=4, num_stages=2, enable_fp_fusion=True, launch_pdl=bool(dependent),
+            num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True, launch_pdl=bool(dependent),
         )  # fmt: skip
     return result, int8

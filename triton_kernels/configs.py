@@ -39,3 +39,32 @@ def choose(
     if batch > 4 or (activations == "float" and batch > 2):
         per_program = 1
     return Launch(min(per_program, _power_of_two_at_least(rows)), step, warps)
+
+
+@dataclass(frozen=True)
+class AttentionLaunch:
+    """``step`` positions per loop step, runs of at least ``minimum`` steps, ``stages`` steps in flight, ``merge`` runs
+    added at a time."""
+
+    step: int
+    minimum: int
+    stages: int
+    warps: int
+    merge: int
+
+
+def choose_attention(lanes: int, itemsize: int) -> AttentionLaunch:
+    """The launch shape of decode attention for K and V rows of ``lanes`` elements: 16 KB of each per step at most."""
+    step = max(16, min(64, 16384 // (lanes * itemsize)))
+    return AttentionLaunch(step, max(1, 256 // step), 3, 4, 8)
+
+
+def choose_splits(batch: int, kv_heads: int, capacity: int, processors: int = 132) -> int:
+    """Programs per (sequence, K/V head): two for every multiprocessor in all, none with less than 64 positions."""
+    wanted = max(1, 2 * processors // (batch * kv_heads))
+    return min(wanted, -(-capacity // 64), 64)
+
+
+def choose_norm_warps(blocks: int) -> int:
+    """Warps of the one program that normalises a row of ``blocks`` blocks of 32 (padded to a power of two)."""
+    return min(16, max(1, blocks // 8))

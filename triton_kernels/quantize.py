@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from realizar_torch.errors import FormatError
+from realizar_torch.triton_kernels.configs import choose_norm_warps
 from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, float_rows_of, on_device, same_device, vector
 from realizar_torch.triton_kernels.primitives import (
     cast,
@@ -225,7 +226,7 @@ def _norm(
             rows, residual, total, norm_weight, norm_bias, eps, in_features, width, normed, q, scale, sums,
             B=blocks, NORM=normalization, HAS_RESIDUAL=residual is not None, HAS_NORM_BIAS=norm_bias is not None,
             ZERO_CENTERED=zero_centered, INT8=int8 is not None,
-            DEPENDENT=int(dependent), num_warps=min(16, max(1, blocks // 8)), enable_fp_fusion=True, launch_pdl=bool(dependent),
+            DEPENDENT=int(dependent), num_warps=choose_norm_warps(blocks), enable_fp_fusion=True, launch_pdl=bool(dependent),
         )  # fmt: skip
 
 
