@@ -230,7 +230,7 @@ def _matmul_int8(
         matmul_int8_tiles,
         threads_for(vectors.count * rows * in_features),
         state.data_ptr(),
-        row_kernels.int8_columns(fmt),
+        get_packed_format(fmt).ggml_type,
         row_kernels.int8_matmul(fmt),
         weight.data_ptr(),
         weight.shape[1],

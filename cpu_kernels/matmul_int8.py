@@ -1,5 +1,6 @@
 """Packed weights times several int8 vectors: activations prepared once, rows shared by threads."""
 
+from realizar_torch.cpu_kernels.int8_matmul import prepare_columns
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import fetch_add_i64, load_f32, store_f32
 from realizar_torch.cpu_kernels.native import call_native
@@ -16,7 +17,7 @@ def matmul_int8_tiles(
     thread,
     n_threads,
     state,
-    prepare,
+    ggml_type,
     kernel,
     weight,
     row_bytes,
@@ -33,12 +34,12 @@ def matmul_int8_tiles(
 ):
     """fp32 ``out [count, rows] = vectors · decoded weight + bias``.
 
-    ``state``: STATE_BYTES zero bytes. ``prepare``, ``kernel``: ``int8_columns`` and ``int8_matmul`` of
-    row_kernels.py. ``aux``: scratch of 4 bytes for every 16 activations. A ``bias`` of 0 is none.
+    ``state``: STATE_BYTES zero bytes. ``kernel``: address of ``row_kernels.int8_matmul`` of the format.
+    ``aux``: scratch of 4 bytes for every 16 activations. A ``bias`` of 0 is none.
     """
     share = (count + n_threads - 1) // n_threads
     first_column, last_column = min(share * thread, count), min(share * (thread + 1), count)
-    call_native(prepare, (padded_width, first_column, last_column, q, sums, aux))
+    prepare_columns(ggml_type, padded_width, first_column, last_column, q, sums, aux)
     barrier(state, n_threads)
     while True:
         first = fetch_add_i64(state + BARRIER_BYTES, TILE_ROWS)

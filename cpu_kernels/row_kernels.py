@@ -5,9 +5,8 @@
 ``out[row] = sum_k w[row, k] * x[k]`` in fp32 for ``first_row <= row < last_row`` and ``k < width``.
 ``weight`` and ``out`` are the addresses of row 0. Float kernels take fp32 ``x [width]`` and ignore ``scale``
 and ``sums``; int8 kernels take one vector of ``reference.quantize_activations`` (``x`` is its ``q``).
-``int8_columns`` and ``int8_matmul`` are the two parts of ``int8_matmul.py`` without its format, and with
-``width`` in place of the number of blocks. ``decode_row`` has the signature ``(row, count, target)``: the
-first ``count`` weights of a row as fp32.
+``int8_matmul`` is ``matmul_rows`` of ``int8_matmul.py`` without its format, and with ``width`` in place of
+blocks. ``decode_row`` has the signature ``(row, count, target)``: the first ``count`` weights as fp32.
 """
 
 import functools
@@ -18,12 +17,11 @@ from realizar_torch.cpu_kernels import float_rows as floats
 from realizar_torch.cpu_kernels.decode import ROW_DECODERS
 from realizar_torch.cpu_kernels.int8_k import dot_q2_k, dot_q3_k, dot_q4_k, dot_q5_k, dot_q6_k
 from realizar_torch.cpu_kernels.int8_legacy import dot_q4_0, dot_q4_1, dot_q5_0, dot_q5_1, dot_q8_0
-from realizar_torch.cpu_kernels.int8_matmul import matmul_rows, prepare_columns
+from realizar_torch.cpu_kernels.int8_matmul import matmul_rows
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import store_f32
 from realizar_torch.cpu_kernels.native import address_of
 from realizar_torch.cpu_kernels.targets import host_target
-
 from realizar_torch.formats import get_packed_format
 
 _INT8_DOTS: Mapping[str, object] = MappingProxyType(
@@ -66,18 +64,6 @@ def int8_rows(fmt: str) -> int:
             store_f32(out, dot(host_target(), weight + row * row_bytes, n_blocks, q, scale, sums), 4 * row)
 
     return address_of(int8_rows_kernel, 9)
-
-
-@functools.cache
-def int8_columns(fmt: str) -> int:
-    """Address of the kernel that prepares activations for ``int8_matmul`` of a format."""
-    ggml_type = get_packed_format(fmt).ggml_type
-
-    @jit
-    def int8_columns_kernel(width, first_column, last_column, q, sums, aux):
-        prepare_columns(ggml_type, width, first_column, last_column, q, sums, aux)
-
-    return address_of(int8_columns_kernel, 6)
 
 
 @functools.cache
