@@ -1,5 +1,6 @@
 """Small random models of every architecture row against transformers in fp32."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -118,6 +119,7 @@ def test_linear_rope_scaling_divides_positions(tmp_path, ids):
         ({"llama.expert_count": 8}, UnsupportedArchitectureError, "experts"),
         ({"llama.rope.scaling.type": "yarn"}, UnsupportedArchitectureError, "yarn"),
         ({"llama.attention.head_count_kv": 5}, ValueError, "evenly"),
+        ({"llama.rope.scaling.factor": -1.0}, ValueError, "factor"),
         ({"llama.embedding_length": 0}, ValueError, "embedding_length"),
         ({"llama.block_count": "7"}, ValueError, "block_count"),
         ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, ValueError, "epsilon"),
@@ -193,3 +195,65 @@ def test_frequencies_survive_half_precision(tmp_path):
     model.half().float()
     assert model.rope.inv_freq.dtype == torch.float32 and torch.equal(model.rope.inv_freq, before)
     assert model.config.context_length == CONTEXT
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_rope_factor_without_a_type_is_linear(key):
+    assert ModelConfig.from_gguf(metadata("llama") | {f"llama.{key}": 4.0}).rope_factor == 4.0
+    off = {f"llama.{key}": 4.0, "llama.rope.scaling.type": "none"}
+    assert ModelConfig.from_gguf(metadata("llama") | off).rope_factor == 1.0
+
+
+def test_gemma3_reads_pattern_and_local_base_and_does_without_a_window():
+    keys = {"gemma3.attention.sliding_window_pattern": 3, "gemma3.rope.freq_base_swa": 777.0}
+    config = ModelConfig.from_gguf(metadata("gemma3") | keys)
+    assert [config.is_sliding(layer) for layer in range(6)] == [True, True, False] * 2
+    assert config.local_rope_theta == 777.0
+    windowless = {k: v for k, v in metadata("gemma3").items() if "sliding" not in k}
+    assert ModelConfig.from_gguf(windowless).window(0) is None
+
+
+@pytest.mark.parametrize(
+    "key", ["attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "attention.scale"]
+)
+def test_mathematics_that_nobody_computes_is_refused(key):
+    assert ModelConfig.from_gguf(metadata("llama") | {f"llama.{key}": 0.0})
+    with pytest.raises(UnsupportedArchitectureError, match=key):
+        ModelConfig.from_gguf(metadata("llama") | {f"llama.{key}": 30.0})
+    with pytest.raises(UnsupportedArchitectureError, match="causal"):
+        ModelConfig.from_gguf(metadata("llama") | {"llama.attention.causal": False})
+
+
+def test_a_huge_layer_count_is_refused_at_once(tmp_path):
+    keys = metadata("llama") | {"llama.block_count": 4_000_000_000}
+    path = write_gguf(tmp_path / "m.gguf", keys, tensors("llama", "Q8_0", True, False, False))
+    started = time.perf_counter()
+    with pytest.raises(MissingTensorsError, match="block_count is 4000000000"):
+        load(path)
+    assert time.perf_counter() - started < 1
+    with pytest.raises(UnsupportedArchitectureError) as error:
+        ModelConfig.from_gguf({"general.architecture": "x" * 1_000_000})
+    assert len(str(error.value)) < 1000
+    with pytest.raises(ValueError, match="tokens is int"):
+        ModelConfig.from_gguf(metadata("llama") | {"tokenizer.ggml.tokens": 5})
+
+
+def test_gradients_reach_the_input_and_the_norms_with_int8_activations(tmp_path, ids):
+    """The rounding is passed straight through, so int8 gradients point where float ones do."""
+    path = write_random_model(tmp_path / "m.gguf", "llama", fmt="Q8_0", biases=True)
+    gradients = []
+    for activations in ("float", "int8"):
+        model = load(path, activations)
+        assert not model(ids).logits.requires_grad
+        norm = model.layers[1].attn_norm.weight.requires_grad_(True)
+        model(ids).logits.square().mean().backward()
+        gradients.append(norm.grad)
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.99
+
+
+def test_the_cache_and_the_logits_asked_for_must_fit(path, ids):
+    model = load(path)
+    with pytest.raises(FormatError, match="the cache is for 3"):
+        model(ids, cache=KVCache(model.config, 3, 80))
+    with pytest.raises(FormatError, match="logits_to_keep is -3"):
+        model(ids, logits_to_keep=-3)

@@ -7,11 +7,14 @@ from typing import Any
 import torch
 
 from realizar_torch.checkpoint.gguf import open_gguf
+from realizar_torch.checkpoint.gguf_errors import shown_path
 from realizar_torch.checkpoint.hub import find_model
-from realizar_torch.errors import FormatError
+from realizar_torch.errors import BackendUnavailableError, FormatError
 from realizar_torch.generation.loop import generate_ids
+from realizar_torch.models.config import ModelConfig
 from realizar_torch.models.loading import load_transformer
 from realizar_torch.models.transformer import Transformer
+from realizar_torch.ops.checks import ACTIVATIONS, FLOATS, check_choice
 
 DEFAULT_MAX_SEQ_LEN = 4096
 
@@ -23,15 +26,17 @@ class CausalLM(Transformer):
     the caller names others. pad_token_id: fills rows that end early.
     """
 
-    max_seq_len: int
-    eos_token_ids: tuple[int, ...] = ()
-    pad_token_id: int | None = None
+    def __init__(self, config: ModelConfig, *modules: Any, **options: Any):
+        super().__init__(config, *modules, **options)
+        self.max_seq_len = min(config.context_length, DEFAULT_MAX_SEQ_LEN)
+        self.eos_token_ids: tuple[int, ...] = ()
+        self.pad_token_id: int | None = None
 
     generate = generate_ids
 
 
 def load(
-    path: str | Path,
+    path_or_ref: str | Path,
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str = "auto",
@@ -39,37 +44,46 @@ def load(
     activations: str = "int8",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[CausalLM, Any]:
-    """(model, tokenizer) of a GGUF file, of any shard of a split one, or of a directory that holds one.
+    """(model, tokenizer) of a GGUF file, any shard of a split one, a directory that holds one, or
+    ``owner/name:QUANT`` on the Hugging Face Hub.
 
     device: None is the CPU. dtype: of activations, norms and KV cache; "auto" is float32. max_seq_len:
     positions a request may use; None is min(the file's context length, 4096). activations: "int8" or "float",
     the numerics of packed linears. progress: called with (layers loaded, layers in all).
 
     GGUFError, UnsupportedArchitectureError, MissingTensorsError and IncompleteShardsError say what is wrong
-    with the file before any weight is read.
+    with the file, FormatError what is wrong with an argument, before any weight is read.
     """
     from realizar_torch.checkpoint.tokenizer import Tokenizer
 
-    if activations not in ("int8", "float"):
-        raise FormatError(f"activations is {activations!r}, expected 'int8' or 'float'")
+    check_choice("activations", activations, ACTIVATIONS)
+    target = _usable_device("cpu" if device is None else device)
     if dtype == "auto":
         dtype = torch.float32
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise FormatError(f"dtype is {dtype!r}, expected 'auto' or a floating point torch.dtype")
-    file = open_gguf(find_model(path))
+    if dtype not in FLOATS:
+        raise FormatError(f"dtype is {dtype!r}, expected 'auto' or one of {', '.join(map(str, FLOATS))}")
+    file = open_gguf(find_model(path_or_ref))
+    config = ModelConfig.from_gguf(file.metadata, shown_path(file.path))
+    longest = config.context_length
+    if max_seq_len is not None and (type(max_seq_len) is not int or not 1 <= max_seq_len <= longest):
+        raise FormatError(
+            f"max_seq_len is {max_seq_len!r}, but the file was made for 1 to {longest} positions"
+        )
+    tokenizer = Tokenizer.from_gguf(file.metadata)
     model = load_transformer(
-        file,
-        device=torch.device("cpu" if device is None else device),
-        dtype=dtype,
-        activations=activations,
-        model_class=CausalLM,
-        progress=progress,
+        file, device=target, dtype=dtype, activations=activations, model_class=CausalLM, progress=progress
     )
     assert isinstance(model, CausalLM)
-    longest = model.config.context_length
-    model.max_seq_len = min(longest, DEFAULT_MAX_SEQ_LEN) if max_seq_len is None else max_seq_len
-    if not 1 <= model.max_seq_len <= longest:
-        raise FormatError(f"max_seq_len is {max_seq_len}, but {path} was made for 1 to {longest} positions")
-    tokenizer = Tokenizer.from_gguf(file.metadata)
+    if max_seq_len is not None:
+        model.max_seq_len = max_seq_len
     model.eos_token_ids, model.pad_token_id = tokenizer.eos_token_ids, tokenizer.pad_token_id
     return model, tokenizer
+
+
+def _usable_device(device: torch.device | str) -> torch.device:
+    """The device, if a tensor can be made there."""
+    try:
+        return torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise BackendUnavailableError(f"device {str(device)!r} cannot be used: {reason}") from None

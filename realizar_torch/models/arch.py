@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from realizar_torch.checkpoint.gguf_errors import shown
 from realizar_torch.errors import UnsupportedArchitectureError
 
 
@@ -90,6 +91,6 @@ def get_arch(name: str, source: str = "the file") -> ArchSpec:
     """The row called ``name``; UnsupportedArchitectureError lists the supported ones."""
     if name not in ARCHITECTURES:
         raise UnsupportedArchitectureError(
-            f"{source}: architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"{source}: architecture {shown(name)} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
     return ARCHITECTURES[name]

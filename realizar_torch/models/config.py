@@ -1,20 +1,32 @@
 """ModelConfig: the sizes and constants of one model, read from GGUF metadata and checked."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from realizar_torch.errors import GGUFError, UnsupportedArchitectureError
 from realizar_torch.models.arch import ArchSpec, get_arch
 
+# Factors and caps of other architectures; 0 and 1 mean none.
+_UNREAD_NUMBERS = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "residual_scale",
+    "embedding_scale",
+    "attention.scale",
+    "rope.scaling.attn_factor",
+)
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of a decoder-only transformer. Lengths are in tokens, widths in elements.
 
-    ``rope_theta`` and ``rope_factor`` (linear scaling: positions are divided by it) belong to the
-    layers with global attention; layers with a sliding window use ``arch.local_rope_theta`` where it is set.
+    ``rope_theta`` and ``rope_factor`` (linear scaling: positions are divided by it) belong to the layers with
+    global attention; layers with a sliding window use ``local_rope_theta`` where it is set. Every
+    ``sliding_period``-th layer attends globally, the others to the last ``sliding_window`` positions.
     """
 
     arch: ArchSpec
@@ -30,6 +42,8 @@ class ModelConfig:
     rope_theta: float
     rope_factor: float = 1.0
     sliding_window: int | None = None
+    sliding_period: int = 0
+    local_rope_theta: float | None = None
 
     @property
     def q_dim(self) -> int:
@@ -54,8 +68,7 @@ class ModelConfig:
 
     def is_sliding(self, layer: int) -> bool:
         """True where ``layer`` attends to the last ``sliding_window`` positions only."""
-        period = self.arch.sliding_period
-        return bool(self.sliding_window and period and (layer + 1) % period)
+        return bool(self.sliding_window and self.sliding_period and (layer + 1) % self.sliding_period)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], source: str = "the file") -> "ModelConfig":
@@ -82,12 +95,15 @@ class ModelConfig:
             raise UnsupportedArchitectureError(
                 f"{source}: {arch.name} with {experts} experts is not supported"
             )
+        _refuse_other_mathematics(keys, source)
 
-        window = keys.optional("attention.sliding_window", int, 0)
-        if window < 0 or (arch.sliding_period and window == 0):
-            raise GGUFError(
-                f"{source}: {arch.name}.attention.sliding_window is {window}, expected a positive number"
-            )
+        window = keys.optional("attention.sliding_window", int, 0) if arch.sliding_period else 0
+        if window < 0:
+            raise GGUFError(f"{source}: {arch.name}.attention.sliding_window is {window}, expected 0 or more")
+        local_theta = None
+        if window and arch.local_rope_theta is not None:
+            default = arch.local_rope_theta
+            local_theta = keys.positive("rope.freq_base_swa", default=default, kind=float)
         return cls(
             arch=arch,
             vocab_size=_vocab_size(metadata, keys, source),
@@ -100,8 +116,12 @@ class ModelConfig:
             context_length=keys.positive("context_length"),
             norm_eps=keys.positive("attention.layer_norm_rms_epsilon", kind=float),
             rope_theta=keys.positive("rope.freq_base", default=arch.rope_theta, kind=float),
-            rope_factor=_rope_factor(keys),
-            sliding_window=window if arch.sliding_period else None,
+            rope_factor=_rope_factor(keys, source),
+            sliding_window=window or None,
+            sliding_period=keys.positive("attention.sliding_window_pattern", default=arch.sliding_period)
+            if window
+            else 0,
+            local_rope_theta=local_theta,
         )
 
 
@@ -133,25 +153,41 @@ def _require(metadata: Mapping[str, Any], key: str, kind: type, source: str) -> 
         )
     value = metadata[key]
     accepted = (int, float) if kind is float else kind
-    if not isinstance(value, accepted) or isinstance(value, bool):
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise GGUFError(f"{source}: {key} is {type(value).__name__}, expected one {kind.__name__}")
     return value
 
 
 def _vocab_size(metadata: Mapping[str, Any], keys: _Keys, source: str) -> int:
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    declared = keys.optional("vocab_size", int, len(tokens) if tokens is not None else 0)
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str):
+        raise GGUFError(f"{source}: tokenizer.ggml.tokens is {type(tokens).__name__}, expected an array")
+    declared = keys.optional("vocab_size", int, len(tokens))
     if declared <= 0:
         raise GGUFError(f"{source}: neither a vocab_size key nor a token list tells the vocabulary size")
     return declared
 
 
-def _rope_factor(keys: _Keys) -> float:
-    kind = keys.optional("rope.scaling.type", str, "none")
-    if kind == "none":
+def _refuse_other_mathematics(keys: _Keys, source: str) -> None:
+    """UnsupportedArchitectureError for a key that would change the result and that no row here honours."""
+    for name in _UNREAD_NUMBERS:
+        value = keys.optional(name, float, 0)
+        if value not in (0, 1):
+            raise UnsupportedArchitectureError(f"{source}: {name} = {value} is not supported")
+    if not keys.optional("attention.causal", bool, True):
+        raise UnsupportedArchitectureError(f"{source}: attention that is not causal is not supported")
+
+
+def _rope_factor(keys: _Keys, source: str) -> float:
+    """Linear scaling, under its new or old key; a factor without a type is linear, as in llama.cpp."""
+    factor = keys.optional("rope.scaling.factor", float, 0) or keys.optional("rope.scale_linear", float, 0)
+    kind = keys.optional("rope.scaling.type", str, "linear")
+    if kind == "none" or (kind == "linear" and factor == 0):
         return 1.0
-    if kind == "linear":
-        return keys.positive("rope.scaling.factor", kind=float)
-    raise UnsupportedArchitectureError(
-        f"RoPE scaling type {kind!r} is not supported; supported: none, linear, rope_freqs"
-    )
+    if kind != "linear":
+        raise UnsupportedArchitectureError(
+            f"{source}: RoPE scaling {kind!r} is not supported; supported: none, linear, rope_freqs"
+        )
+    if not (factor > 0 and math.isfinite(factor)):
+        raise GGUFError(f"{source}: the RoPE scaling factor is {factor}, expected a positive number")
+    return float(factor)

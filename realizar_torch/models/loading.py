@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from realizar_torch.checkpoint.gguf import GGUFFile, TensorInfo
+from realizar_torch.checkpoint.gguf_errors import shown_path
 from realizar_torch.errors import MissingTensorsError
 from realizar_torch.models.arch import LAYER_TENSORS, MODEL_TENSORS, ROPE_DIVISORS
 from realizar_torch.models.config import ModelConfig
@@ -55,6 +56,8 @@ def expected_shapes(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], di
 
 def tensor_problems(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> list[str]:
     """One line for every missing, unexpected or misshapen tensor; empty if the model is complete."""
+    if config.num_layers > len(tensors):
+        return [f"block_count is {config.num_layers}, but the file has only {len(tensors)} tensors"]
     required, optional = expected_shapes(config)
     known = required | optional
     problems = [f"missing {name} {list(shape)}" for name, shape in required.items() if name not in tensors]
@@ -112,12 +115,12 @@ class _Builder:
         if info.fmt.packed:
             linear = QuantizedLinear.from_blocks(weight.to(self.device), in_features, info.fmt.name, bias)
             linear.activations = self.activations
-            return linear
+            return linear.requires_grad_(False)
         dense = nn.Linear(in_features, info.shape[0], bias=bias is not None, device="meta", dtype=self.dtype)
         dense.weight = nn.Parameter(weight.to(device=self.device, dtype=self.dtype), requires_grad=False)
         if bias is not None:
-            dense.bias = nn.Parameter(bias, requires_grad=False)
-        return dense
+            dense.bias = nn.Parameter(bias)
+        return dense.requires_grad_(False)
 
     def embedding(self, name: str) -> nn.Module:
         info = self.file.tensors[f"{name}.weight"]
@@ -194,7 +197,7 @@ def load_transformer(
 
     dtype: of activations, norms and biases. activations: "float" or "int8", for every packed linear.
     """
-    source = str(file.path)
+    source = shown_path(file.path)
     config = ModelConfig.from_gguf(file.metadata, source)
     check_tensors(file.tensors, config, source)
 

@@ -67,7 +67,7 @@ class Transformer(nn.Module):
         self.rope = RotaryEmbedding(
             config.head_dim, config.rope_theta, factor=config.rope_factor, divisors=rope_divisors
         )
-        local_theta = config.arch.local_rope_theta
+        local_theta = config.local_rope_theta
         self.local_rope = None if local_theta is None else RotaryEmbedding(config.head_dim, local_theta)
 
     @property
@@ -93,6 +93,10 @@ class Transformer(nn.Module):
         logits_to_keep n > 0 computes the head for the last n positions only.
         """
         batch, count = self._check_ids(input_ids)
+        if logits_to_keep < 0:
+            raise FormatError(f"logits_to_keep is {logits_to_keep}, expected 0 (all positions) or more")
+        if cache is not None and cache.batch_size != batch:
+            raise FormatError(f"input_ids hold {batch} sequences, the cache is for {cache.batch_size}")
         past = 0 if cache is None else cache.length
         starts = self._starts(attention_mask, input_ids, cache)
         if cache is not None:

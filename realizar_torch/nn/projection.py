@@ -2,18 +2,21 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from realizar_torch import ops
 from realizar_torch.nn.linear import QuantizedLinear
-from realizar_torch.ops.cuda import MATVEC_ROWS
 
 
 def project(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
-    """x [..., in_features] -> one [..., out_features] per module, each equal to ``linear(x)``."""
-    # many rows on a GPU go through float matrix products
-    quantizes = not x.is_cuda or x.numel() // x.shape[-1] <= MATVEC_ROWS
-    if not quantizes or not all(isinstance(m, QuantizedLinear) and m.activations == "int8" for m in linears):
+    """x [..., in_features] -> one [..., out_features] per module, each equal to ``linear(x)``.
+
+    Modules that are hooked, or an input that needs a gradient, get ``x`` itself: quantized activations carry
+    neither.
+    """
+    sharable = all(_takes_quantized(linear) for linear in linears)
+    if not sharable or (torch.is_grad_enabled() and x.requires_grad):
         return [linear(x) for linear in linears]
     shared: dict[int, ops.QuantizedActivations] = {}
     outputs = []
@@ -22,5 +25,13 @@ def project(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
         width = linear.padded_features
         if width not in shared:
             shared[width] = ops.quantize_activations(x, linear.fmt)
-        outputs.append(linear(shared[width]).view(*x.shape[:-1], -1).to(x.dtype))
+        outputs.append(linear(shared[width]).to(x.dtype))
     return outputs
+
+
+def _takes_quantized(linear: nn.Module) -> bool:
+    return (
+        type(linear) is QuantizedLinear
+        and linear.activations == "int8"
+        and not (linear._forward_hooks or linear._forward_pre_hooks)
+    )
