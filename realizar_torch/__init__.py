@@ -26,6 +26,8 @@ _HOMES = {
     "Transformer": "models.transformer",
     "CausalLM": "generation.causal_lm",
     "load": "generation.causal_lm",
+    "prepack": "surgery",
+    "unpack": "surgery",
     "generate": "generation.text",
     "stream": "generation.text",
     "Workspace": "generation.workspace",

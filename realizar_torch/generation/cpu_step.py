@@ -4,31 +4,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from realizar_torch.generation.fusable import obstacle
 from realizar_torch.generation.workspace import Workspace, padded_width
 from realizar_torch.models.transformer import Block, Transformer
-from realizar_torch.nn.attention import Attention
 from realizar_torch.nn.embedding import QuantizedEmbedding
 from realizar_torch.nn.kv_cache import KVCache
 from realizar_torch.nn.linear import QuantizedLinear
-from realizar_torch.nn.mlp import GatedMLP
 from realizar_torch.nn.norm import RMSNorm
-from realizar_torch.nn.rope import RotaryEmbedding
 from realizar_torch.reference import ACTIVATION_BLOCK
 
 _CACHE_LINE = 64
-_FUSED_MODULES = (
-    Transformer,
-    nn.ModuleList,
-    Block,
-    Attention,
-    GatedMLP,
-    QuantizedLinear,
-    QuantizedEmbedding,
-    RMSNorm,
-    RotaryEmbedding,
-)
 
 
 def can_fuse(model: Transformer, cache: KVCache) -> bool:
@@ -36,13 +23,9 @@ def can_fuse(model: Transformer, cache: KVCache) -> bool:
     weights of one numerics, and no module replaced, wrapped or hooked."""
     if model.device.type != "cpu" or {model.dtype, cache.keys.dtype} != {torch.float32}:
         return False
-    if not kernels_available():
+    if not kernels_available() or obstacle(model) is not None:
         return False
-    modules = list(model.modules())
-    plain = all(
-        isinstance(m, _FUSED_MODULES) and not (m._forward_hooks or m._forward_pre_hooks) for m in modules
-    )
-    return plain and len({m.activations for m in modules if isinstance(m, QuantizedLinear)}) == 1
+    return all(getattr(module, "layout", "ggml") == "ggml" for module in model.modules())
 
 
 def kernels_available() -> bool:
@@ -248,7 +231,8 @@ class _Program:
         return self._address(buffer), 4 * buffer.stride(0)
 
     def _address(self, tensor: Tensor) -> int:
-        self._kept.append(tensor)
+        # detached: a cast swaps the storage under a Parameter, and the old one must outlive the program
+        self._kept.append(tensor.detach())
         return tensor.data_ptr()
 
 

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from realizar_torch.errors import FormatError
 from realizar_torch.models.config import ModelConfig
+from realizar_torch.reference import ACTIVATION_BLOCK
 
 MAX_BATCH = 32
 # Widths are padded to the largest activation block, so that kernels may work on whole blocks.
 _WIDTH_MULTIPLE = 256
+_BUFFERS = ("hidden", "narrow", "wide", "qkv", "logits", "quants", "scales", "sums")
 
 
 @dataclass(frozen=True)
@@ -25,16 +27,20 @@ class WorkspaceStats:
 class Workspace:
     """fp32 buffers for up to ``capacity`` sequences: one row each, widths padded to 256.
 
-    ``hidden`` [B, max(hidden, q_dim, intermediate)] receives projections back to the residual width,
-    ``qkv`` [B, q_dim + 2·kv_dim] the attention inputs, ``wide`` (as wide as hidden) attention and MLP
-    activations, ``logits`` [B, vocab_size] the result of a step. Pointers stay valid until ``ensure``
-    returns True or ``clear`` is called.
+    ``hidden``, ``narrow`` and ``wide`` [B, max(hidden, q_dim, intermediate)] hold the residual stream and the
+    activations on their way, ``qkv`` [B, q_dim + 2·kv_dim] the attention inputs, ``logits`` [B, vocab_size]
+    the result of a step; ``quants`` int8, ``scales`` [B, width/32] and ``sums`` [B, width/16] quantized
+    activations. Pointers stay valid until ``ensure`` returns True or ``clear`` is called.
     """
 
     hidden: Tensor
-    qkv: Tensor
+    narrow: Tensor
     wide: Tensor
+    qkv: Tensor
     logits: Tensor
+    quants: Tensor
+    scales: Tensor
+    sums: Tensor
 
     def __init__(self, config: ModelConfig, *, device: torch.device | str | None = None):
         self._config, self._device = config, torch.device("cpu" if device is None else device)
@@ -57,8 +63,13 @@ class Workspace:
             return False
         config = self._config
         width = padded_width(max(config.hidden_size, config.q_dim, config.intermediate_size))
-        self.hidden = self._buffer(batch_size, width)
-        self.wide = self._buffer(batch_size, width)
+        # the old buffers are freed first: two sets need not fit
+        self.clear()
+        for name in ("hidden", "narrow", "wide"):
+            setattr(self, name, self._buffer(batch_size, width))
+        self.quants = self._buffer(batch_size, width, torch.int8)
+        self.scales = self._buffer(batch_size, width // ACTIVATION_BLOCK)
+        self.sums = self._buffer(batch_size, 2 * width // ACTIVATION_BLOCK)
         self.qkv = self._buffer(batch_size, padded_width(config.q_dim + 2 * config.kv_dim))
         self.logits = self._buffer(batch_size, config.vocab_size)
         self._capacity = batch_size
@@ -68,16 +79,17 @@ class Workspace:
     def clear(self) -> None:
         """Frees the buffers; the next ``ensure`` allocates them anew."""
         if self._capacity:
-            del self.hidden, self.qkv, self.wide, self.logits
+            for name in _BUFFERS:
+                delattr(self, name)
         self._capacity = 0
 
     @property
     def stats(self) -> WorkspaceStats:
-        buffers = (self.hidden, self.qkv, self.wide, self.logits) if self._capacity else ()
+        buffers: list[Tensor] = [getattr(self, name) for name in _BUFFERS] if self._capacity else []
         return WorkspaceStats(self._capacity, sum(b.nbytes for b in buffers), self._reallocations)
 
-    def _buffer(self, rows: int, width: int) -> Tensor:
-        return torch.zeros(rows, width, dtype=torch.float32, device=self._device)
+    def _buffer(self, rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(rows, width, dtype=dtype, device=self._device)
 
 
 def padded_width(width: int) -> int:

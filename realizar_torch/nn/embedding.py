@@ -1,17 +1,17 @@
 """An embedding table that stays packed; only the rows that are looked up are decoded."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Self
 
 import torch
-from torch import nn
 
 from realizar_torch import ops
 from realizar_torch.errors import FormatError
 from realizar_torch.nn import packed
+from realizar_torch.nn.layout import PackedModule
 
 
-class QuantizedEmbedding(nn.Module):
+class QuantizedEmbedding(PackedModule):
     """``ids`` → rows of the table, used as ``nn.Embedding``.
 
     ``weight``: ``uint8 [num_embeddings, row_bytes]``, frozen bytes of ``fmt`` blocks; it starts as zeros
@@ -19,8 +19,6 @@ class QuantizedEmbedding(nn.Module):
     and ``.half()`` change it, as they change a dense table's. ``padding_idx`` is kept for compatibility: a
     frozen table has no gradient to mask.
     """
-
-    weight: nn.Parameter
 
     def __init__(
         self,
@@ -61,15 +59,17 @@ class QuantizedEmbedding(nn.Module):
     @property
     def memory_bytes(self) -> int:
         """Bytes of the table as stored."""
-        return self.weight.nbytes
+        return self.stored.nbytes
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """``ids`` int64 or int32, any shape → ``[*ids.shape, embedding_dim]``; others are a FormatError."""
-        return ops.embedding(ids, self.weight, self.fmt, self.embedding_dim, dtype=self.dtype)
+        return ops.embedding(
+            ids, self.stored, self.fmt, self.embedding_dim, dtype=self.dtype, layout=self.layout
+        )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The decoded table ``[num_embeddings, embedding_dim]``."""
-        return ops.dequantize(self.weight, self.fmt, self.embedding_dim, dtype=dtype)
+        return ops.dequantize(self.stored, self.fmt, self.embedding_dim, dtype=dtype, layout=self.layout)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
@@ -79,13 +79,3 @@ class QuantizedEmbedding(nn.Module):
         # .to(dtype) and .half() reach float tensors only; an empty one tells what they would do to the output
         self.dtype = fn(torch.zeros(0, dtype=self.dtype)).dtype
         return super()._apply(fn, recurse)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        packed.save_format(destination, prefix, self.fmt)
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
-    ) -> None:
-        packed.check_state(state_dict, prefix, local_metadata, self.fmt)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

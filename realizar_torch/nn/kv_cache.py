@@ -22,6 +22,8 @@ class CacheShape(Protocol):
 class KVCache:
     """Keys and values, each one tensor [layers, batch, kv_heads, max_seq_len, head_dim].
 
+    They are views of memory that ``ensure`` only ever grows: a smaller batch keeps every address.
+
     ``append`` writes behind ``length`` and returns everything up to and including the new rows, so a row is
     visible as soon as it is written; ``advance`` moves ``length`` once all layers have appended.
     ``starts`` (int64 [batch], on the device) is the first position of each row that is not left padding.
@@ -36,16 +38,39 @@ class KVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ):
+        self._config, self._device, self._dtype = config, device, dtype
+        self._capacity = self.batch_size = self.max_seq_len = 0
+        self.ensure(batch_size, max_seq_len)
+
+    def ensure(self, batch_size: int, max_seq_len: int) -> bool:
+        """Empties the cache and makes room for ``batch_size`` sequences of ``max_seq_len`` positions or more.
+
+        True: the memory moved, and every pointer into it is stale.
+        """
         if batch_size < 1 or max_seq_len < 1:
             raise FormatError(
                 f"a cache of batch {batch_size} and length {max_seq_len}: both must be at least 1"
             )
-        shape = (config.num_layers, batch_size, config.num_kv_heads, max_seq_len, config.head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.starts = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self.batch_size, self.max_seq_len = batch_size, max_seq_len
+        moved = batch_size > self._capacity or max_seq_len > self.max_seq_len
+        if moved:
+            self._allocate(max(batch_size, self._capacity), max(max_seq_len, self.max_seq_len))
+        self.batch_size = batch_size
+        self.keys, self.values = self._keys[:, :batch_size], self._values[:, :batch_size]
+        self.starts = self._starts[:batch_size]
         self._length, self._padded = 0, False
+        self.starts.zero_()
+        return moved
+
+    def _allocate(self, batch_size: int, max_seq_len: int) -> None:
+        if self._capacity:
+            # freed first: two caches need not fit
+            del self._keys, self._values, self._starts, self.keys, self.values, self.starts
+        config = self._config
+        shape = (config.num_layers, batch_size, config.num_kv_heads, max_seq_len, config.head_dim)
+        self._keys = torch.zeros(shape, device=self._device, dtype=self._dtype)
+        self._values = torch.zeros(shape, device=self._device, dtype=self._dtype)
+        self._starts = torch.zeros(batch_size, dtype=torch.int64, device=self._device)
+        self._capacity, self.max_seq_len = batch_size, max_seq_len
 
     @property
     def length(self) -> int:
@@ -54,7 +79,7 @@ class KVCache:
 
     @property
     def memory_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return self._keys.nbytes + self._values.nbytes
 
     @property
     def padded(self) -> bool:

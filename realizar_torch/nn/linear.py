@@ -1,7 +1,6 @@
 """A linear layer whose weight stays packed."""
 
-from collections.abc import Mapping
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -9,11 +8,12 @@ from torch import nn
 from realizar_torch import ops
 from realizar_torch.formats import get_packed_format
 from realizar_torch.nn import packed
+from realizar_torch.nn.layout import PackedModule
 from realizar_torch.ops.checks import check_vector
 from realizar_torch.reference import QuantizedActivations
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(PackedModule):
     """``x @ decode(weight).T + bias``, used as ``nn.Linear``: any leading dimensions, same dtype.
 
     ``weight``: ``uint8 [out_features, row_bytes]``, frozen bytes of ``fmt`` blocks, rows padded to whole
@@ -22,7 +22,6 @@ class QuantizedLinear(nn.Module):
     ``model.requires_grad_(True)`` raises inside torch for packed bytes: filter by ``p.is_floating_point()``.
     """
 
-    weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
@@ -74,15 +73,23 @@ class QuantizedLinear(nn.Module):
     @property
     def memory_bytes(self) -> int:
         """Bytes of weight and bias as stored."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return self.stored.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def forward(self, x: torch.Tensor | QuantizedActivations) -> torch.Tensor:
         """``x [..., in_features]`` → ``[..., out_features]``; quantized activations give float32."""
-        return ops.linear(x, self.weight, self.fmt, self.in_features, self.bias, activations=self.activations)
+        return ops.linear(
+            x,
+            self.stored,
+            self.fmt,
+            self.in_features,
+            self.bias,
+            activations=self.activations,
+            layout=self.layout,
+        )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The decoded weight ``[out_features, in_features]``."""
-        return ops.dequantize(self.weight, self.fmt, self.in_features, dtype=dtype)
+        return ops.dequantize(self.stored, self.fmt, self.in_features, dtype=dtype, layout=self.layout)
 
     def to_linear(self, dtype: torch.dtype = torch.float32) -> nn.Linear:
         """A dense, trainable ``nn.Linear`` of the decoded weight."""
@@ -97,13 +104,3 @@ class QuantizedLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, fmt={self.fmt}, activations={self.activations}"
         )
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        packed.save_format(destination, prefix, self.fmt)
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
-    ) -> None:
-        packed.check_state(state_dict, prefix, local_metadata, self.fmt)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

@@ -181,5 +181,5 @@ def _require_canonical(layout: str, device: torch.device) -> None:
     if layout != "ggml":
         raise FormatError(
             f"layout {layout!r} has no kernel on {device.type}, expected 'ggml'; "
-            "realizar_torch.packing.unpack gives the canonical bytes"
+            "rt.unpack(model) or packing.unpack gives the canonical bytes"
         )

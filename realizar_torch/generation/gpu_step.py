@@ -1,0 +1,310 @@
+"""GpuStep: a Transformer's decode step as a fixed list of kernel launches on static buffers."""
+
+import torch
+from torch import Tensor
+
+from realizar_torch.generation.fusable import obstacle
+from realizar_torch.generation.workspace import MAX_BATCH, Workspace
+from realizar_torch.models.transformer import Block, Transformer
+from realizar_torch.nn.attention import Attention
+from realizar_torch.nn.kv_cache import KVCache
+from realizar_torch.nn.linear import QuantizedLinear
+from realizar_torch.nn.mlp import GatedMLP
+from realizar_torch.nn.norm import RMSNorm
+from realizar_torch.nn.rope import RotaryEmbedding
+from realizar_torch.ops.cuda import MATVEC_ROWS, problem
+from realizar_torch.reference import ACTIVATION_BLOCK
+
+# int8 (q, scale, sums), or fp32 [B, features]
+Activations = tuple[Tensor, Tensor, Tensor] | Tensor
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def why_not(model: Transformer, cache: KVCache) -> str | None:
+    """Why the step cannot run on GPU kernels, or None if it can."""
+    if model.device.type != "cuda":
+        return f"the model is on {model.device}"
+    if problem() is not None:
+        return f"Triton cannot be used: {problem()}"
+    if cache.keys.dtype not in _DTYPES or model.dtype not in _DTYPES:
+        return f"the model computes in {model.dtype}"
+    if cache.batch_size > MAX_BATCH:
+        return f"the batch of {cache.batch_size} is larger than {MAX_BATCH}"
+    return obstacle(model)
+
+
+class GpuStep:
+    """One token of every sequence of a cache. Eager calls and graphs run the same ``launch``.
+
+    It holds views of the cache and the workspace, and the weights themselves: build a new one when any of
+    them may have moved. The residual stream is fp32. ``tokens`` int64 [B] is what the next step reads;
+    ``counters`` int32 [2, B] are the position it writes to and the length that attention then sees.
+    """
+
+    def __init__(self, model: Transformer, cache: KVCache, workspace: Workspace):
+        from realizar_torch.triton_kernels.attention import attention_scratch
+
+        config, batch = model.config, cache.batch_size
+        self._model, self._cache, self._workspace = model, cache, workspace
+        self._batch, self._device = batch, cache.keys.device
+        self._int8 = model.lm_head.activations == "int8"
+        self._groups = [slice(i, min(i + MATVEC_ROWS, batch)) for i in range(0, batch, MATVEC_ROWS)]
+        self.tokens = torch.zeros(batch, dtype=torch.int64, device=self._device)
+        self.counters = torch.zeros(2, batch, dtype=torch.int32, device=self._device)
+        self._position = -1
+        self._stream = self._view(workspace.hidden, config.hidden_size)
+        self._qkv = self._view(workspace.qkv, config.q_dim + 2 * config.kv_dim)
+        self.logits = workspace.logits[:batch]
+        self._tables = {
+            rope: self._table(rope) for rope in (model.rope, model.local_rope) if rope is not None
+        }
+        self._scratch = attention_scratch(
+            batch, config.num_heads, config.num_kv_heads, config.head_dim, cache.max_seq_len, self._device
+        )
+        one_launch = all(_one_launch(layer.mlp) for layer in model.layers)
+        shape = (batch, config.intermediate_size)
+        self._up = None if one_launch else torch.zeros(shape, device=self._device)
+        self._qkv_bias = {layer: self._joined_bias(layer.self_attn) for layer in model.layers}
+
+    @torch.compiler.disable
+    def run(self, token_ids: Tensor) -> Tensor:
+        """token_ids int64 [B] -> fp32 logits [B, V], valid until the next step."""
+        self.tokens.copy_(token_ids)
+        self.place()
+        self.launch()
+        self.advance()
+        return self.logits
+
+    def place(self) -> None:
+        """Tells the device where the cache ends, unless it has counted to there itself."""
+        if self._position != self._cache.length:
+            self._position = self._cache.length
+            self.counters[0] = self._position
+            self.counters[1] = self._position + 1
+
+    def advance(self) -> None:
+        """Counts on the host what ``launch`` has counted on the device."""
+        self._cache.advance(1)
+        self._position += 1
+
+    def launch(self) -> None:
+        """The step: ``tokens`` -> ``logits``; keys and values into the cache, counters up by one. No sync."""
+        from realizar_torch.triton_kernels.dequantize import embedding
+
+        model, table = self._model, self._model.embed_tokens
+        embedding(
+            self.tokens,
+            table.stored,
+            table.fmt,
+            table.embedding_dim,
+            out=self._stream,
+            layout=table.layout,
+        )
+        if model.config.embedding_scale != 1.0:
+            self._stream.mul_(model.config.embedding_scale)
+        addition = None
+        for index, layer in enumerate(model.layers):
+            addition = self._block(index, layer, addition)
+        self._linear(model.lm_head, self._norm(model.norm, addition), self.logits)
+        self.counters.add_(1)
+
+    def _block(self, index: int, layer: Block, addition: Tensor | None) -> Tensor | None:
+        """One layer. ``addition``: what its first norm adds to the residual stream; returns the next one."""
+        attention, mlp, config = layer.self_attn, layer.mlp, self._model.config
+        self._project_qkv(layer, self._norm(layer.attn_norm, addition))
+        x = self._attend(index, attention)
+        addition = self._into_stream(attention.o_proj, x, layer.post_attn_norm)
+        self._gate_up(mlp, self._norm(layer.mlp_norm, addition))
+        x = self._quantized(self._view(self._workspace.wide, config.intermediate_size))
+        return self._into_stream(mlp.down_proj, x, layer.post_mlp_norm)
+
+    def _norm(self, norm: RMSNorm, addition: Tensor | None) -> Activations:
+        """The norm of the residual stream, after adding to it."""
+        from realizar_torch.triton_kernels.quantize import norm_quantize, normalize
+
+        added = {} if addition is None else {"residual": self._stream, "total": self._stream}
+        source = self._stream if addition is None else addition
+        options = {
+            "normalization": norm.normalization,
+            "eps": norm.eps,
+            "zero_centered": norm.zero_centered,
+        } | added
+        if self._int8:
+            q = self._int8_view(norm.features)
+            return norm_quantize(source, norm.weight, norm.bias, width=norm.features, out=q, **options)
+        out = self._view(self._workspace.narrow, norm.features)
+        return normalize(source, norm.weight, norm.bias, out=out, **options)
+
+    def _project_qkv(self, layer: Block, x: Activations) -> None:
+        from realizar_torch.triton_kernels.qkv import qkv_int8
+
+        attention = layer.self_attn
+        linears = (attention.q_proj, attention.k_proj, attention.v_proj)
+        if isinstance(x, tuple):
+            for rows in self._groups:
+                qkv_int8(
+                    *(part[rows] for part in x),
+                    [linear.stored for linear in linears],
+                    [linear.fmt for linear in linears],
+                    attention.q_proj.in_features,
+                    self._qkv_bias[layer],
+                    layouts=[linear.layout for linear in linears],
+                    out=self._qkv[rows],
+                )
+            return
+        column = 0
+        for linear in linears:
+            out = self._view(self._workspace.wide, linear.out_features)
+            self._linear(linear, x, out)
+            self._qkv[:, column : column + linear.out_features].copy_(out)
+            column += linear.out_features
+
+    def _attend(self, index: int, attention: Attention) -> Activations:
+        """Rotates, writes the cache, attends; returns what the output projection takes."""
+        from realizar_torch.triton_kernels.attention import decode_attention
+        from realizar_torch.triton_kernels.rope import rope_and_store
+
+        model, config, cache = self._model, self._model.config, self._cache
+        sliding = config.is_sliding(index)
+        rope = model.local_rope if sliding and model.local_rope is not None else model.rope
+        norms: dict = {}
+        if attention.q_norm is not None and attention.k_norm is not None:
+            norms = {
+                "q_norm": attention.q_norm.weight,
+                "k_norm": attention.k_norm.weight,
+                "eps": attention.q_norm.eps,
+                "zero_centered": attention.q_norm.zero_centered,
+            }
+        q = self._view(self._workspace.narrow, config.q_dim).view(self._batch, config.num_heads, -1)
+        keys, values = cache.keys[index], cache.values[index]
+        rope_and_store(
+            self._qkv,
+            self.counters[0],
+            *self._tables[rope],
+            keys,
+            values,
+            q_heads=config.num_heads,
+            style="halves",
+            starts=cache.starts,
+            out=q,
+            **norms,
+        )
+        # a program of the kernel has the heads of one key head, and quantizes them if they are whole blocks
+        inside = self._int8 and config.q_dim // config.num_kv_heads % ACTIVATION_BLOCK == 0
+        out, quantized = decode_attention(
+            q,
+            keys,
+            values,
+            self.counters[1],
+            scale=attention.scale,
+            starts=cache.starts,
+            window=config.window(index) or 0,
+            scratch=self._scratch,
+            out=self._view(self._workspace.wide, config.q_dim),
+            int8=self._int8_view(config.q_dim) if inside else None,
+        )
+        return quantized if inside else self._quantized(out)
+
+    def _into_stream(self, linear: QuantizedLinear, x: Activations, norm: RMSNorm | None) -> Tensor | None:
+        """Adds ``linear(x)`` to the residual stream, or returns its norm, which the next norm adds."""
+        from realizar_torch.triton_kernels.quantize import normalize
+
+        if norm is None:
+            self._linear(linear, x, self._stream, residual=self._stream)
+            return None
+        projected = self._view(self._workspace.narrow, linear.out_features)
+        self._linear(linear, x, projected)
+        return normalize(
+            projected,
+            norm.weight,
+            norm.bias,
+            normalization=norm.normalization,
+            eps=norm.eps,
+            zero_centered=norm.zero_centered,
+            out=self._view(self._workspace.wide, linear.out_features),
+        )
+
+    def _gate_up(self, mlp: GatedMLP, x: Activations) -> None:
+        """workspace.wide = act(gate(x)) * up(x)."""
+        from realizar_torch.triton_kernels.gate_up import gate_up, gate_up_int8
+
+        gate, up = mlp.gate_proj, mlp.up_proj
+        out = self._view(self._workspace.wide, gate.out_features)
+        if not _one_launch(mlp):
+            assert self._up is not None
+            self._linear(gate, x, out)
+            self._linear(up, x, self._up)
+            if mlp.activation == "silu":
+                torch.ops.aten.silu_(out)
+            else:
+                torch.ops.aten.gelu_(out, approximate="tanh")
+            out.mul_(self._up)
+            return
+        weights = (gate.stored, up.stored, gate.fmt, gate.in_features)
+        for rows in self._groups:
+            options = {"activation": mlp.activation, "out": out[rows], "layout": gate.layout}
+            if isinstance(x, tuple):
+                gate_up_int8(*(part[rows] for part in x), *weights, **options)
+            else:
+                gate_up(x[rows], *weights, **options)
+
+    def _linear(
+        self, linear: QuantizedLinear, x: Activations, out: Tensor, residual: Tensor | None = None
+    ) -> None:
+        """out = linear(x) (+ residual, which may be ``out`` itself)."""
+        from realizar_torch.triton_kernels.matvec import matvec, matvec_int8
+
+        operands = (linear.stored, linear.fmt, linear.in_features, linear.bias)
+        for rows in self._groups:
+            options = {
+                "residual": None if residual is None else residual[rows],
+                "out": out[rows],
+                "layout": linear.layout,
+            }
+            if isinstance(x, tuple):
+                matvec_int8(*(part[rows] for part in x), *operands, **options)
+            else:
+                matvec(x[rows], *operands, **options)
+
+    def _quantized(self, x: Tensor) -> Activations:
+        """``x`` [B, features] as the linears take it."""
+        from realizar_torch.triton_kernels.quantize import quantize_activations
+
+        return quantize_activations(x, x.shape[1], self._int8_view(x.shape[1])) if self._int8 else x
+
+    def _view(self, buffer: Tensor, width: int) -> Tensor:
+        """The beginning of a workspace buffer as contiguous [B, width]."""
+        return buffer.view(-1)[: self._batch * width].view(self._batch, width)
+
+    def _int8_view(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        work = self._workspace
+        blocks = width // ACTIVATION_BLOCK
+        return (
+            self._view(work.quants, width),
+            self._view(work.scales, blocks),
+            self._view(work.sums, 2 * blocks),
+        )
+
+    def _table(self, rope: RotaryEmbedding) -> tuple[Tensor, Tensor]:
+        """cos and sin of every position of the cache, fp32 [max_seq_len, head_dim/2]."""
+        cos, sin = rope(torch.arange(self._cache.max_seq_len, device=self._device)[None])
+        return cos[0, 0].contiguous(), sin[0, 0].contiguous()
+
+    def _joined_bias(self, attention: Attention) -> Tensor | None:
+        """The biases of q, k and v in one vector, zeros where one has none; None where none has."""
+        linears = (attention.q_proj, attention.k_proj, attention.v_proj)
+        if all(linear.bias is None for linear in linears):
+            return None
+        parts = [
+            torch.zeros(linear.out_features, device=self._device)
+            if linear.bias is None
+            else linear.bias.float()
+            for linear in linears
+        ]
+        return torch.cat(parts)
+
+
+def _one_launch(mlp: GatedMLP) -> bool:
+    """True if one kernel can compute gate and up: one format, one layout, no bias."""
+    gate, up = mlp.gate_proj, mlp.up_proj
+    return (gate.fmt, gate.layout) == (up.fmt, up.layout) and gate.bias is None and up.bias is None
