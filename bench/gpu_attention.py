@@ -1,6 +1,7 @@
-"""Decode attention on one GPU in CUDA graphs, caches rotated beyond L2: µs and share of the read bandwidth by depth.
+"""Decode attention on one GPU in CUDA graphs, caches rotated beyond L2: µs and share of the read bandwidth by
+depth.
 
-    python bench/gpu_attention.py [--sweep]
+python bench/gpu_attention.py [--sweep]
 """
 
 import argparse
@@ -13,15 +14,15 @@ from gpu_matvec import graph_time, read_bandwidth
 
 from realizar_torch.triton_kernels.attention import attention_scratch, decode_attention
 from realizar_torch.triton_kernels.configs import AttentionLaunch, choose_attention
-from realizar_torch.triton_kernels import quantize
-from realizar_torch.triton_kernels.quantize import norm_quantize
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 
 
 def launches() -> list[AttentionLaunch]:
     shapes = itertools.product((32, 64, 128), (1, 2), (1, 2, 3), (4, 8), (8, 32))
-    return [AttentionLaunch(s, max(1, 128 * m // s), st, w, mg) for s, m, st, w, mg in shapes if s * st <= 192]
+    return [
+        AttentionLaunch(s, max(1, 128 * m // s), st, w, mg) for s, m, st, w, mg in shapes if s * st <= 192
+    ]
 
 
 class Case:
@@ -31,7 +32,8 @@ class Case:
         self.depth = depth
         capacity = -(-depth // 64) * 64
         self.caches = [
-            tuple(torch.randn(1, KV_HEADS, capacity, DIM, device="cuda").bfloat16() for _ in range(2)) for _ in range(copies)
+            tuple(torch.randn(1, KV_HEADS, capacity, DIM, device="cuda").bfloat16() for _ in range(2))
+            for _ in range(copies)
         ]
         self.q = torch.randn(1, HEADS, DIM, device="cuda")
         self.lengths = torch.full((1,), depth, dtype=torch.int32, device="cuda")
@@ -47,7 +49,9 @@ class Case:
 
     def right(self, launch: AttentionLaunch | None) -> bool:
         k, v = self.caches[0]
-        scores = torch.einsum("hgd,hsd->hgs", self.q[0].view(KV_HEADS, -1, DIM).double(), k[0, :, : self.depth].double())
+        scores = torch.einsum(
+            "hgd,hsd->hgs", self.q[0].view(KV_HEADS, -1, DIM).double(), k[0, :, : self.depth].double()
+        )
         expected = (scores / math.sqrt(DIM)).softmax(-1) @ v[0, :, : self.depth].double()
         return bool((self.run(0, launch).view_as(expected) - expected).abs().max() < 2e-2)
 
@@ -77,14 +81,13 @@ def main() -> None:
         case = Case(depth, 6)
         results = [(case.microseconds(shape), shape) for shape in shapes]
         wrong = sum(time is None for time, _ in results)
-        for time, shape in sorted(((t, s) for t, s in results if t is not None), key=lambda item: item[0])[:6]:
-            print(f"depth {depth}: {time:6.2f} us {case.nbytes / time / 1e3 / limit:4.0%} {shape} wrong {wrong}", flush=True)
-    x, gain = torch.randn(1, 4096, device="cuda"), torch.randn(4096, device="cuda")
-    shared = {"width": 4096, "normalization": "rmsnorm", "eps": 1e-5}
-    for warps in (4, 8, 16):
-        quantize.choose_norm_warps = lambda blocks, warps=warps: warps
-        time = graph_time([lambda: norm_quantize(x, gain, **shared)] * 50) / 50
-        print(f"norm_quantize 4096, {warps} warps: {1000 * time:.2f} us", flush=True)
+        for time, shape in sorted(((t, s) for t, s in results if t is not None), key=lambda item: item[0])[
+            :6
+        ]:
+            print(
+                f"depth {depth}: {time:6.2f} us {case.nbytes / time / 1e3 / limit:4.0%} {shape}; {wrong} bad",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

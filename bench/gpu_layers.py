@@ -1,9 +1,10 @@
-"""The kernel chain of one decoded token (8B or 1B Llama shapes, Q4_K_M mix) in one CUDA graph: ms, tok/s, share of bandwidth.
+"""The kernel chain of one decoded token (8B or 1B Llama shapes, Q4_K_M mix) in one CUDA graph: ms, tok/s,
+share of bandwidth.
 
     python bench/gpu_layers.py [--model 8b 1b] [--depth 128 8192] [--out results.json]
 
-Embedding and sampling are left out; everything else of a step runs on random weights, norms far from 1. The chain
-with dependent launches must give bit for bit what plain launches give before its time is printed.
+Embedding and sampling are left out; everything else of a step runs on random weights, norms far from 1. The
+chain with dependent launches must give bit for bit what plain launches give before its time is printed.
 """
 
 import argparse
@@ -86,7 +87,8 @@ class Chain:
         self.k_cache = torch.randn(s.layers, 1, s.kv_heads, capacity, s.dim, device="cuda").bfloat16()
         self.v_cache = torch.randn_like(self.k_cache)
         angles = torch.outer(
-            torch.arange(capacity, device="cuda").float(), 500000 ** (-torch.arange(0, s.dim, 2, device="cuda") / s.dim)
+            torch.arange(capacity, device="cuda").float(),
+            500000 ** (-torch.arange(0, s.dim, 2, device="cuda") / s.dim),
         )
         self.cos, self.sin = angles.cos(), angles.sin()
         self.positions = torch.full((1,), depth, dtype=torch.int32, device="cuda")
@@ -94,7 +96,7 @@ class Chain:
         self.scratch = attention_scratch(1, s.heads, s.kv_heads, s.dim, capacity, torch.device("cuda"))
         self.input = torch.randn(1, s.hidden, device="cuda")
 
-    def step(self, dependent: int, launches: dict[str, Launch] | None = None) -> torch.Tensor:
+    def step(self, dependent: bool, launches: dict[str, Launch] | None = None) -> torch.Tensor:
         s, shapes = self.shape, launches or {}
         options = {"normalization": "rmsnorm", "eps": 1e-5, "width": s.hidden, "dependent": dependent}
         hidden = self.input
@@ -121,12 +123,26 @@ class Chain:
             )  # fmt: skip
             w, fmt, layout = layer["o"]
             hidden = matvec_int8(
-                *x, w, fmt, s.heads * s.dim, residual=hidden, layout=layout, launch=shapes.get("o"), dependent=dependent
+                *x,
+                w,
+                fmt,
+                s.heads * s.dim,
+                residual=hidden,
+                layout=layout,
+                launch=shapes.get("o"),
+                dependent=dependent,
             )
             x = norm_quantize(hidden, layer["norm2"], **options)
             gate, fmt, layout = layer["gate"]
             y = gate_up_int8(
-                *x, gate, layer["up"][0], fmt, s.hidden, layout=layout, launch=shapes.get("gate"), dependent=dependent
+                *x,
+                gate,
+                layer["up"][0],
+                fmt,
+                s.hidden,
+                layout=layout,
+                launch=shapes.get("gate"),
+                dependent=dependent,
             )
             x = quantize_activations(y, s.inner, dependent=dependent)
             w, fmt, layout = layer["down"]
@@ -136,7 +152,9 @@ class Chain:
             )
         x = norm_quantize(hidden, self.norm, **options)
         w, fmt, layout = self.head
-        return matvec_int8(*x, w, fmt, s.hidden, layout=layout, launch=shapes.get("head"), dependent=dependent)
+        return matvec_int8(
+            *x, w, fmt, s.hidden, layout=layout, launch=shapes.get("head"), dependent=dependent
+        )
 
 
 def variants() -> list[dict[str, Launch]]:
@@ -146,8 +164,10 @@ def variants() -> list[dict[str, Launch]]:
     for shape in q4:
         found.append({"o": Launch(*shape)})
     for shape in q4:
-        rows, blocks, warps = shape
-        found.append({"qkv Q4_K": Launch(*shape), "qkv Q6_K": Launch(min(rows, 2), min(16, 8 * warps), warps)})
+        rows, _, warps = shape
+        found.append(
+            {"qkv Q4_K": Launch(*shape), "qkv Q6_K": Launch(min(rows, 2), min(16, 8 * warps), warps)}
+        )
     for shape in [(1, 4, 1), (1, 8, 2), (2, 8, 2), (4, 4, 1), (2, 16, 4), (1, 16, 4), (4, 16, 4)]:
         found.append({"gate": Launch(*shape)})
     for shape in [(1, 4, 1), (2, 4, 1), (4, 4, 1), (2, 8, 2), (4, 16, 4), (2, 16, 4), (1, 8, 2)]:
@@ -159,36 +179,38 @@ def variants() -> list[dict[str, Launch]]:
     return found
 
 
-def _compile(job: tuple[int, dict[str, Launch]]) -> None:
+def _compile(job: tuple[bool, dict[str, Launch]]) -> None:
     base = MODELS["8b"]
-    Chain(Shape(8, base.hidden, base.heads, base.kv_heads, base.dim, base.inner, 1024, base.head_fmt), 128).step(*job)
+    Chain(
+        Shape(8, base.hidden, base.heads, base.kv_heads, base.dim, base.inner, 1024, base.head_fmt), 128
+    ).step(*job)
 
 
-def sweep(modes: list[int], limit: float) -> list[dict[str, object]]:
-    """ms of the 8B chain with each variant in each mode, next to the base's."""
+def sweep(limit: float) -> list[dict[str, object]]:
+    """ms of the 8B chain with each variant, next to the base's."""
     with multiprocessing.get_context("spawn").Pool(14) as pool:
-        pool.map(_compile, [(mode, {}) for mode in [0, *modes]], chunksize=1)
-        pool.map(_compile, [(mode, v) for mode in modes for v in variants()[1:]], chunksize=1)
+        _compile((True, {}))
+        pool.map(_compile, [(True, v) for v in variants()[1:]], chunksize=1)
     chain = Chain(MODELS["8b"], 128)
-    expected = chain.step(0)
+    expected = chain.step(False)
+    slack = 1e-2 * float(expected.abs().max())
     records = []
     for launches in variants():
-        line = []
-        for mode in modes:
-            right = torch.allclose(chain.step(mode, launches), expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
-            time = graph_time([lambda mode=mode, launches=launches: chain.step(mode, launches)])
-            line.append(f"{time:.3f}" if right else "WRONG")
-            records.append({"mode": mode, "launches": {k: vars(x) for k, x in launches.items()}, "ms": time})
-        print("  ".join(line), {k: (x.rows, x.blocks, x.warps) for k, x in launches.items()}, flush=True)
+        right = torch.allclose(chain.step(True, launches), expected, rtol=1e-2, atol=slack)
+        time = graph_time([lambda launches=launches: chain.step(True, launches)])
+        share = chain.nbytes / time / 1e6 / limit
+        shapes = {name: (x.rows, x.blocks, x.warps) for name, x in launches.items()}
+        print(f"{time:.3f} ms {share:.0%}" if right else "WRONG", shapes, flush=True)
+        records.append({"launches": shapes, "ms": time, "right": right})
     return records
 
 
-def profile(chain: Chain, mode: int) -> None:
+def profile(chain: Chain, dependent: bool) -> None:
     """Mean time of every kernel of a graph replay and the time line of one layer."""
-    chain.step(mode)
+    chain.step(dependent)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain.step(mode)
+        chain.step(dependent)
     graph.replay()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
@@ -204,14 +226,35 @@ def profile(chain: Chain, mode: int) -> None:
     for event in events:
         times.setdefault(event.name, []).append(event.device_time)
     for name, values in sorted(times.items(), key=lambda item: -sum(item[1])):
-        print(f"  {name[:40]:40} {len(values):4} x {sum(values) / len(values):7.2f} us = {sum(values):8.1f} us", flush=True)
+        print(
+            f"  {name[:40]:40} {len(values):4} x {sum(values) / len(values):7.2f} us = {sum(values):8.1f} us",
+            flush=True,
+        )
+
+
+def measure(name: str, depth: int, limit: float, timeline: bool) -> list[dict[str, object]]:
+    """Plain and dependent launches of one model at one depth; a speed only if both give the same logits."""
+    chain = Chain(MODELS[name], depth)
+    records, expected = [], None
+    for dependent in (False, True):
+        results: list[torch.Tensor] = []
+        time = graph_time([lambda d=dependent, r=results: r.append(chain.step(d))])
+        logits = results[-1].clone()
+        expected = logits if expected is None else expected
+        right = torch.equal(logits, expected) and bool(logits.isfinite().all())
+        share = chain.nbytes / time / 1e6 / limit
+        speed = f"{time:.3f} ms {1000 / time:.0f} tok/s {share:.0%}" if right else "WRONG"
+        print(f"{name} depth {depth} dependent {dependent}: {speed} ({chain.nbytes} B)", flush=True)
+        records.append({"model": name, "depth": depth, "dependent": dependent, "ms": time, "right": right})
+        if timeline:
+            profile(chain, dependent)
+    return records
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", nargs="*", default=["8b", "1b"])
     parser.add_argument("--depth", nargs="*", type=int, default=[128, 8192])
-    parser.add_argument("--modes", nargs="*", type=int, default=[0, 1])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -219,37 +262,18 @@ def main() -> None:
     limit = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}: read {limit:.0f} GB/s", flush=True)
     if options.sweep:
-        runs = sweep(options.modes, limit)
-        if options.out:
-            options.out.write_text(json.dumps(runs, indent=1))
-        return
-    with multiprocessing.get_context("spawn").Pool(len(options.modes)) as pool:
-        pool.map(_compile, [(mode, {}) for mode in options.modes], chunksize=1)
-    records = []
-    for name in options.model:
-        for depth in options.depth:
-            chain = Chain(MODELS[name], depth)
-            expected = None
-            for mode in options.modes:
-                results = []
-                time = graph_time([lambda mode=mode: results.append(chain.step(mode))])
-                logits = results[-1].clone()
-                expected = logits if expected is None else expected
-                right = torch.equal(logits, expected) and bool(logits.isfinite().all())
-                share = chain.nbytes / time / 1e6 / limit
-                print(
-                    f"{name} depth {depth} mode {mode}: "
-                    + (f"{time:.3f} ms {1000 / time:.0f} tok/s {share:.0%}" if right else "WRONG")
-                    + f" ({chain.nbytes} B)",
-                    flush=True,
-                )
-                records.append({"model": name, "depth": depth, "mode": mode, "ms": time, "right": right, "share": share})
-                if options.profile:
-                    profile(chain, mode)
-            del chain, results, expected
-            torch.cuda.empty_cache()
+        records = sweep(limit)
+    else:
+        with multiprocessing.get_context("spawn").Pool(2) as pool:
+            pool.map(_compile, [(False, {}), (True, {})], chunksize=1)
+        records = []
+        for name in options.model:
+            for depth in options.depth:
+                records += measure(name, depth, limit, options.profile)
+                torch.cuda.empty_cache()
     if options.out:
-        options.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "read": limit, "runs": records}, indent=1))
+        report = {"device": torch.cuda.get_device_name(), "read_gbps": limit, "runs": records}
+        options.out.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

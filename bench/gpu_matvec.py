@@ -1,8 +1,10 @@
-"""Packed matvecs on one GPU, in CUDA graphs with weights rotated beyond the L2 cache, as a share of the read bandwidth.
+"""Packed matvecs on one GPU, in CUDA graphs with weights rotated beyond the L2 cache, as a share of the read
+bandwidth.
 
     python bench/gpu_matvec.py [--sweep] [--formats Q4_K Q6_K] [--out results.json]
 
-Every case is compared with the float64 oracle before its time is taken; a wrong one is reported instead of a speed.
+Every case is compared with the float64 oracle before its time is taken; a wrong one is reported instead of a
+speed.
 """
 
 import argparse
@@ -183,7 +185,9 @@ def sweep(
 
 
 def table(formats: list[str], limit: float) -> list[dict[str, object]]:
-    """Every format at the five shapes with the launch shape of ``choose``: µs, GB/s, share of the read bandwidth."""
+    """Every format at the five shapes with the launch shape of ``choose``: µs, GB/s, share of the read
+    bandwidth.
+    """
     layouts = {f: ["ggml"] if layout_of(f) == "ggml" else ["ggml", "planar"] for f in formats}
     kinds = ("int8", "float")
     compile_all(
@@ -219,7 +223,9 @@ def table(formats: list[str], limit: float) -> list[dict[str, object]]:
 
 
 def chain(mixed: bool, limit: float) -> dict[str, object]:
-    """The 129 matvecs of one token of an 8B model, one graph: all Q4_K, or Q4_K_M's mix (Q6_K in half of v and down)."""
+    """The 129 matvecs of one token of an 8B model, one graph: all Q4_K, or Q4_K_M's mix (Q6_K in half of v
+    and down).
+    """
     more_bits = {0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31}
     plan = []
     for layer in range(32):

@@ -1,4 +1,6 @@
-"""Fused Triton kernels of a decode step against float64: gate/up, QKV of mixed formats, rotary and cache write, attention."""
+"""Fused Triton kernels of a decode step against float64: gate/up, QKV of mixed formats, rotary and cache
+write, attention.
+"""
 
 import math
 
@@ -11,8 +13,8 @@ from realizar_torch.errors import FormatError
 
 pytest.importorskip("triton")
 
-from realizar_torch.triton_kernels.configs import AttentionLaunch
 from realizar_torch.triton_kernels.attention import attention_scratch, decode_attention
+from realizar_torch.triton_kernels.configs import AttentionLaunch
 from realizar_torch.triton_kernels.gate_up import gate_up, gate_up_int8
 from realizar_torch.triton_kernels.qkv import qkv_int8
 from realizar_torch.triton_kernels.quantize import quantize_activations
@@ -40,7 +42,9 @@ def test_gate_and_up(fmt: str, layout: str, activation: str) -> None:
         else:
             active = torch.nn.functional.gelu(g, approximate="tanh")
         # both activations have slopes of at most 1.13; exp and the division cost a few ulp
-        return active * u, 1.2 * bounds[0] * u.abs() + bounds[1] * active.abs() + 3e-6 * (active * u).abs() + 1e-9
+        return active * u, 1.2 * bounds[0] * u.abs() + bounds[1] * active.abs() + 3e-6 * (
+            active * u
+        ).abs() + 1e-9
 
     y = gate_up(x, gate, up, fmt, 512, activation=activation, layout=layout)
     assert_within(y, *expect(x.double(), [float_tolerance(x, d) for d in decoded]))
@@ -55,7 +59,9 @@ def test_gate_and_up(fmt: str, layout: str, activation: str) -> None:
 def test_three_weights_of_different_formats_in_one_launch(third: str, batch: int) -> None:
     fmts, layouts = ("Q4_K", "Q4_K", third), ("ggml", "ggml", "planar" if third == "Q6_K" else "ggml")
     weights = [random_blocks(f, rows, 512, rows).to(DEVICE) for f, rows in zip(fmts, (9, 3, 5), strict=True)]
-    decoded = torch.cat([reference.dequantize(w, f, 512, torch.float64) for w, f in zip(weights, fmts, strict=True)])
+    decoded = torch.cat(
+        [reference.dequantize(w, f, 512, torch.float64) for w, f in zip(weights, fmts, strict=True)]
+    )
     packed = [packing.pack(w, f, lay) for w, f, lay in zip(weights, fmts, layouts, strict=True)]
     quantized = quantize_activations(random_activations(batch, 512).to(DEVICE), 512)
     seen = dequantized(quantized)
@@ -99,7 +105,8 @@ def test_rope_and_cache_write(style: str, rotary: int, normed: bool) -> None:
     parts = [heads[:, :q_heads], heads[:, q_heads : q_heads + kv_heads]]
     if normed:
         parts = [
-            p / (p.square().mean(-1, keepdim=True) + 1e-6).sqrt() * g.double() for p, g in zip(parts, gains, strict=True)
+            p / (p.square().mean(-1, keepdim=True) + 1e-6).sqrt() * g.double()
+            for p, g in zip(parts, gains, strict=True)
         ]
     inside = positions < capacity
     at = positions.clamp(max=capacity - 1)
@@ -117,7 +124,13 @@ def test_rope_and_cache_write(style: str, rotary: int, normed: bool) -> None:
 
 
 def attention_oracle(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scale: float, window: int, softcap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: list[int],
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> torch.Tensor:
     batch, heads, dim = q.shape
     group = heads // k.shape[1]
@@ -141,7 +154,9 @@ def test_decode_attention(
 ) -> None:
     batch, q_heads, kv_heads, dim, capacity = 3, 6, 2, 32, 300
     q = torch.randn(batch, q_heads, dim, device=DEVICE)
-    k, v = (torch.randn(batch, capacity, kv_heads, dim, device=DEVICE).to(dtype).transpose(1, 2) for _ in range(2))
+    k, v = (
+        torch.randn(batch, capacity, kv_heads, dim, device=DEVICE).to(dtype).transpose(1, 2) for _ in range(2)
+    )
     scratch = attention_scratch(batch, q_heads, kv_heads, dim, capacity, q.device)
     for lengths in ([1, 64, 300], [0, 65, 31]):
         out, int8 = decode_attention(

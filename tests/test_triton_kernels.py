@@ -1,4 +1,6 @@
-"""Every Triton kernel against the oracle: tiny shapes under the interpreter in CI, the big ones on a GPU (-m gpu)."""
+"""Every Triton kernel against the oracle: tiny shapes under the interpreter in CI, the big ones on a GPU (-m
+gpu).
+"""
 
 import hashlib
 

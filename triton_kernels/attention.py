@@ -1,4 +1,6 @@
-"""Decode attention: one query position per sequence, the cache split over programs, merged by the last one to finish."""
+"""Decode attention: one query position per sequence, the cache split over programs, merged by the last one to
+finish.
+"""
 
 import torch
 import triton
@@ -7,7 +9,12 @@ import triton.language as tl
 from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.configs import AttentionLaunch, choose_attention, choose_splits
 from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, on_device, same_device
-from realizar_torch.triton_kernels.primitives import INTERPRETED, cast, release_early, release_successor, wait_for_predecessor
+from realizar_torch.triton_kernels.primitives import (
+    INTERPRETED,
+    cast,
+    release_successor,
+    wait_for_predecessor,
+)
 from realizar_torch.triton_kernels.quantize import Int8Activations, empty_int8, store_int8
 
 # tl.dot takes at least 16 rows
@@ -39,7 +46,9 @@ def _finish(
         else:
             # read back by other threads of this program, after the barrier
             tl.debug_barrier()
-            exact = tl.load(out + batch.to(tl.int64) * width + columns, mask=own[:, None, None], other=0).to(tl.float32)
+            exact = tl.load(out + batch.to(tl.int64) * width + columns, mask=own[:, None, None], other=0).to(
+                tl.float32
+            )
         columns = tl.where(own[:, None, None], columns, width)
         block = tl.where(own, kv_head * (GROUP * D // 32) + block, width // 32)
         store_int8(exact, block, columns, batch.to(tl.int64), width, out_q, out_scale, out_sums)
@@ -51,7 +60,9 @@ def _merge(
     GROUP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr,
     ALL: tl.constexpr, MERGE: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of all runs of one K/V head, MERGE at a time, past the L1 cache; store out and its int8 form."""
+    """Add the partial sums of all runs of one K/V head, MERGE at a time, past the L1 cache; store out and its
+    int8 form.
+    """
     member = tl.arange(0, P)
     lane = tl.arange(0, LANES)
     every = tl.arange(0, ALL)[:, None]
@@ -82,19 +93,20 @@ def _merge(
 def _attention_kernel(
     q, k_cache, v_cache, lengths, starts, partial, extremes, arrived, out, out_q, out_scale, out_sums,
     k_batch, k_head, k_position, v_batch, v_head, v_position, capacity, scale, window, softcap, width,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, G: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, G: tl.constexpr, P: tl.constexpr,
+    LANES: tl.constexpr,
     STEP: tl.constexpr, MINIMUM: tl.constexpr, SPLITS: tl.constexpr, ALL: tl.constexpr, MERGE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, INT8: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (b, kv head, split): GROUP query heads against a run of positions, each K and V row read once.
 
-    Positions max(starts[b], length - window) … length - 1 in runs of whole STEPs, with running maximum and sum (all fp32):
-    score = q·k * scale, or cap * tanh(score / cap); out = Σ e^score v / Σ e^score. The program that arrives last adds the
-    partial sums in split order, so the result does not depend on which one it was. Length 0 gives zeros.
+    Positions max(starts[b], length - window) … length - 1 in runs of whole STEPs, with running maximum and
+    sum (all fp32): score = q·k * scale, or cap * tanh(score / cap); out = Σ e^score v / Σ e^score. The
+    program that arrives last adds the partial sums in split order, so the result does not depend on which one
+    it was. Length 0 gives zeros.
     """
     release_successor(DEPENDENT)
-    release_early(DEPENDENT)
     wait_for_predecessor(DEPENDENT)
     batch = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -149,7 +161,21 @@ def _attention_kernel(
             highest = top
         if runs == 1:
             _finish(
-                total, weight, out, out_q, out_scale, out_sums, pair, kv_head, batch, width, G, GROUP, D, LANES, INT8
+                total,
+                weight,
+                out,
+                out_q,
+                out_scale,
+                out_sums,
+                pair,
+                kv_head,
+                batch,
+                width,
+                G,
+                GROUP,
+                D,
+                LANES,
+                INT8,
             )
         else:
             slot = (pair * SPLITS + split) * P
@@ -170,7 +196,9 @@ def _attention_kernel(
 def attention_scratch(
     batch: int, q_heads: int, kv_heads: int, dim: int, capacity: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Partial sums, their maxima and weights, and the arrival counters (zero, and left at zero) of ``decode_attention``."""
+    """Partial sums, their maxima and weights, and the arrival counters (zero, and left at zero) of
+    ``decode_attention``.
+    """
     splits = choose_splits(batch, kv_heads, capacity)
     rows = batch * kv_heads * splits * triton.next_power_of_2(q_heads // kv_heads)
     return (
@@ -195,30 +223,40 @@ def decode_attention(
     int8: Int8Activations | None = None,
     quantize: bool = False,
     launch: AttentionLaunch | None = None,
-    dependent: int = 0,
+    dependent: bool = False,
 ) -> tuple[torch.Tensor, Int8Activations | None]:
-    """softmax(q·Kᵀ·scale)·V over the first ``lengths`` positions, or the last ``window`` of them, from ``starts`` on.
+    """softmax(q·Kᵀ·scale)·V over the first ``lengths`` positions, or the last ``window`` of them, from
+    ``starts`` on.
 
-    q ``[batch, q_heads, D]`` floats; caches ``[batch, kv_heads, capacity, D]``, strided views with consecutive D; lengths
-    and starts (None: 0) ``[batch]`` int32 or int64 on the device. Returns fp32 ``[batch, q_heads * D]`` and, with
-    ``quantize`` (or ``int8`` tensors to fill), its int8 form for the output projection. Deterministic.
+    q ``[batch, q_heads, D]`` floats; caches ``[batch, kv_heads, capacity, D]``, strided views with
+    consecutive D; lengths and starts (None: 0) ``[batch]`` int32 or int64 on the device. Returns fp32
+    ``[batch, q_heads * D]`` and, with ``quantize`` (or ``int8`` tensors to fill), its int8 form for the
+    output projection. Deterministic.
     """
     batch, kv_heads, capacity, dim = k_cache.shape
     q_heads = q.shape[1] if q.dim() == 3 else 0
     if q.shape != (batch, q_heads, dim) or q_heads % kv_heads or q_heads == 0 or not q.is_contiguous():
         raise FormatError(f"q is {tuple(q.shape)}; expected contiguous ({batch}, n * {kv_heads}, {dim})")
     if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype or k_cache.dtype not in FLOAT_DTYPES:
-        raise FormatError(f"caches are {k_cache.dtype} {tuple(k_cache.shape)} and {v_cache.dtype} {tuple(v_cache.shape)}")
+        raise FormatError(
+            f"caches are {k_cache.dtype} {tuple(k_cache.shape)} and {v_cache.dtype} {tuple(v_cache.shape)}"
+        )
     if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
         raise FormatError("the last dimension of both caches must be consecutive in memory")
     if lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
-        raise FormatError(f"lengths are {lengths.dtype} {tuple(lengths.shape)}; expected int32 or int64 ({batch},)")
+        raise FormatError(
+            f"lengths are {lengths.dtype} {tuple(lengths.shape)}; expected int32 or int64 ({batch},)"
+        )
     if starts is not None and (starts.shape != (batch,) or starts.dtype not in (torch.int32, torch.int64)):
-        raise FormatError(f"starts are {starts.dtype} {tuple(starts.shape)}; expected int32 or int64 ({batch},)")
+        raise FormatError(
+            f"starts are {starts.dtype} {tuple(starts.shape)}; expected int32 or int64 ({batch},)"
+        )
     group, width = q_heads // kv_heads, q_heads * dim
     quantize = quantize or int8 is not None
     if quantize and group * dim % 32:
-        raise FormatError(f"{group} heads of {dim} are not whole blocks of 32; quantize the result separately")
+        raise FormatError(
+            f"{group} heads of {dim} are not whole blocks of 32; quantize the result separately"
+        )
     device = same_device(q, k_cache, v_cache, lengths, starts, out)
     result = out if out is not None else torch.empty(batch, width, dtype=torch.float32, device=device)
     if quantize and int8 is None:
@@ -228,12 +266,14 @@ def decode_attention(
     lanes, splits = triton.next_power_of_2(max(dim, 16)), choose_splits(batch, kv_heads, capacity)
     with on_device(device):
         _attention_kernel[(batch, kv_heads, splits)](
-            q, k_cache, v_cache, lengths, starts, partial, extremes, arrived, result, *(int8 or (None, None, None)),
+            q, k_cache, v_cache, lengths, starts, partial, extremes, arrived, result, *(int8 or (None, None,
+            None)),
             *k_cache.stride()[:3], *v_cache.stride()[:3], capacity, scale, window, softcap, width,
             KV_HEADS=kv_heads, GROUP=group, D=dim, G=max(QUERY_ROWS, triton.next_power_of_2(group)),
             P=triton.next_power_of_2(group), LANES=lanes, STEP=shape.step, MINIMUM=shape.minimum,
             SPLITS=splits, ALL=triton.next_power_of_2(splits), MERGE=shape.merge,
-            HAS_WINDOW=window > 0, HAS_SOFTCAP=softcap > 0, HAS_STARTS=starts is not None, INT8=quantize, DEPENDENT=int(dependent),
-            num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True, launch_pdl=bool(dependent),
+            HAS_WINDOW=window > 0, HAS_SOFTCAP=softcap > 0, HAS_STARTS=starts is not None, INT8=quantize,
+            DEPENDENT=dependent,
+            num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result, int8

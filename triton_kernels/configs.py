@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from realizar_torch.formats import get_packed_format
-from realizar_torch.triton_kernels.decode import units
+from realizar_torch.triton_kernels.decode import planes, units
 
 
 @dataclass(frozen=True)
@@ -22,29 +22,32 @@ def _power_of_two_at_least(value: int) -> int:
 def choose(
     fmt: str, rows: int, in_features: int, batch: int = 1, activations: str = "int8", pair: bool = False
 ) -> Launch:
-    """The launch shape of a matvec with ``rows`` × ``in_features`` packed weights and ``batch`` activation vectors.
+    """The launch shape of a matvec with ``rows`` × ``in_features`` packed weights and ``batch`` activation
+    vectors.
 
-    A thread owns one unit of a block, so a loop step of ``blocks`` blocks occupies blocks × units lanes; more lanes
-    than the row has units would idle. ``pair``: each program does the same rows of two weights.
+    A thread owns one unit of a block, so a loop step of ``blocks`` blocks occupies blocks × units lanes; more
+    lanes than the row has units would idle. ``pair``: each program does the same rows of two weights.
     """
     per_block = units(fmt)
     blocks = get_packed_format(fmt).blocks(in_features)
-    warps = 2 if in_features > 8192 and activations == "int8" else 1
-    if blocks * per_block < 64:
-        warps = 1
+    # four planes a unit fill twice the registers of two
+    wide = planes(fmt) == 4
+    warps = 8 if wide and in_features > 8192 and activations == "int8" else 2
+    while warps > 1 and blocks * per_block < 32 * warps:
+        warps //= 2
     step = min(max(1, 32 * warps // per_block), _power_of_two_at_least(blocks))
-    per_program = 4 if warps == 2 and fmt != "Q6_K" else 2
-    if pair or batch > 2:
-        per_program = 2
-    if batch > 4 or (activations == "float" and batch > 2):
+    per_program = 2 if wide or pair or activations == "float" else 4
+    if batch > 2:
+        per_program = min(per_program, 2)
+    if batch > 4 or (batch > 2 and activations == "float"):
         per_program = 1
     return Launch(min(per_program, _power_of_two_at_least(rows)), step, warps)
 
 
 @dataclass(frozen=True)
 class AttentionLaunch:
-    """``step`` positions per loop step, runs of at least ``minimum`` steps, ``stages`` steps in flight, ``merge`` runs
-    added at a time."""
+    """``step`` positions per loop step, runs of at least ``minimum`` steps, ``stages`` steps in flight,
+    ``merge`` runs added at a time."""
 
     step: int
     minimum: int
@@ -54,17 +57,21 @@ class AttentionLaunch:
 
 
 def choose_attention(lanes: int, itemsize: int) -> AttentionLaunch:
-    """The launch shape of decode attention for K and V rows of ``lanes`` elements: 16 KB of each per step at most."""
+    """The launch shape of decode attention for K and V rows of ``lanes`` elements: 16 KB of each per step at
+    most.
+    """
     step = max(16, min(64, 16384 // (lanes * itemsize)))
-    return AttentionLaunch(step, max(1, 256 // step), 3, 4, 8)
+    return AttentionLaunch(step, max(1, 256 // step), 3, 4, 32)
 
 
 def choose_splits(batch: int, kv_heads: int, capacity: int, processors: int = 132) -> int:
-    """Programs per (sequence, K/V head): two for every multiprocessor in all, none with less than 64 positions."""
+    """Programs per (sequence, K/V head): two for every multiprocessor in all, none with less than 64
+    positions.
+    """
     wanted = max(1, 2 * processors // (batch * kv_heads))
     return min(wanted, -(-capacity // 64), 64)
 
 
 def choose_norm_warps(blocks: int) -> int:
-    """Warps of the one program that normalises a row of ``blocks`` blocks of 32 (padded to a power of two)."""
+    """Warps of the one program that normalises ``blocks`` blocks of 32 (a power of two)."""
     return min(16, max(1, blocks // 8))

@@ -1,13 +1,15 @@
 """One block decoder per packed format: bytes → packed 8-bit quants with their scales.
 
-Every decoder reads one *unit* of a block: 16-byte runs that one thread loads whole. A unit yields P *planes*; a
-plane is 16 consecutive weights as four words of four bytes, and all 16 share one scale:
+Every decoder reads one *unit* of a block: 16-byte runs that one thread loads whole. A unit yields P *planes*;
+a plane is 16 consecutive weights as four words of four bytes, and all 16 share one scale:
 
-    w = d * s * (q / lift - zero) - dmin * m        d, dmin fp32; s, m small integers (1 where a format has none)
+    w = d * s * (q / lift - zero) - dmin * m
 
-Plane p of unit u holds group (u // H) * H * P + H * p + u % H of the block's groups of 16. All products are exact in
-fp32, so fused and separate rounding agree with ggml bit for bit. A field of block b lies at
-``row + b * block_bytes + offset`` (layout "ggml") or ``row + blocks * offset + b * field_bytes`` ("planar").
+with d and dmin fp32, s and m small integers (1 where a format has none).
+
+Plane p of unit u holds group (u // H) * H * P + H * p + u % H of the block's groups of 16. All products are
+exact in fp32, so fused and separate rounding agree with ggml bit for bit. A field of block b lies at ``row +
+b * block_bytes + offset`` (layout "ggml") or ``row + blocks * offset + b * field_bytes`` ("planar").
 """
 
 import math
@@ -23,9 +25,9 @@ from realizar_torch.triton_kernels.primitives import (
     split_words,
 )
 
-# Tables are constexpr so that Triton's caches key on their content.
-# fmt: (units per block, planes per unit, units per 32-weight run, zero point, bits that plane p + 1 lies above p:
-# masking quants in place, without shifting them down, saves an instruction per word)
+# Tables are constexpr so that Triton's caches key on their content. fmt: (units per block, planes per unit,
+# units per 32-weight run, zero point, bits that plane p + 1 lies above p: masking quants in place, without
+# shifting them down, saves an instruction per word)
 _SHAPES = tl.constexpr(
     {
         "Q4_0": (1, 2, 1, 8, 4),
@@ -138,11 +140,12 @@ def group_of(unit, plane, FMT: tl.constexpr):
 
 @triton.jit
 def decode_unit(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
-    """One unit: (words, s, m, d, dmin); words, s and m are tuples of P tensors, s and m empty where all are 1.
+    """One unit: (words, s, m, d, dmin); words, s and m are tuples of P tensors, s and m empty where all are
+    1.
 
-    ``row`` uint8 pointers, ``block`` and ``unit`` int32, broadcastable to ``[units, blocks, rows]``; words are
-    ``[units, blocks, rows, 4]`` int32, s and m int32, d and dmin fp32 ``[units, blocks, rows]``. Without a minimum
-    dmin is d. Masked lanes read zero bytes.
+    ``row`` uint8 pointers, ``block`` and ``unit`` int32, broadcastable to ``[units, blocks, rows]``; words
+    are ``[units, blocks, rows, 4]`` int32, s and m int32, d and dmin fp32 ``[units, blocks, rows]``. Without
+    a minimum dmin is d. Masked lanes read zero bytes.
     """
     if FMT == "Q4_0" or FMT == "Q4_1" or FMT == "Q5_0" or FMT == "Q5_1":
         return _legacy(row, block, unit, blocks, mask, FMT, PLANAR, ALIGN)
@@ -161,7 +164,8 @@ def decode_unit(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.co
 
 @triton.jit
 def _legacy(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
-    """w = d*(q-zero) or d*q + m. Bytes: d f16 [m f16] [qh 4] qs 16; qs[i] holds weights i (low) and 16+i (high nibble).
+    """w = d*(q-zero) or d*q + m. Bytes: d f16 [m f16] [qh 4] qs 16; qs[i] holds weights i (low) and 16+i
+    (high nibble).
 
     Bit i of qh is the fifth bit of weight i.
     """
@@ -195,7 +199,9 @@ def _q8_0(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexp
 
 @triton.jit
 def _q2_k(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
-    """w = d*(s&15)*q - dmin*(s>>4), s = scales[group]. Bits 2p, 2p+1 of qs[32n+l] belong to weight 128n + 32p + l."""
+    """w = d*(s&15)*q - dmin*(s>>4), s = scales[group]. Bits 2p, 2p+1 of qs[32n+l] belong to weight 128n + 32p
+    + l.
+    """
     quants = load_words(field(row, block, blocks, FMT, "qs", PLANAR) + 16 * unit, mask, ALIGN)
     scales = field(row, block, blocks, FMT, "scales", PLANAR) + (unit // 2) * 8
     first = load_word(scales, mask, ALIGN) >> ((unit % 2) * 8)
@@ -212,7 +218,8 @@ def _q2_k(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexp
 def _q3_k(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
     """w = d*(s-32)*(q-4). q = two bits as in Q2_K | bit 4n+p of hmask[l] << 2.
 
-    The 6-bit s of group g: low four bits in nibble g//8 of scales[g%8], high two in bits 2*(g//4) of scales[8+g%4].
+    The 6-bit s of group g: low four bits in nibble g//8 of scales[g%8], high two in bits 2*(g//4) of
+    scales[8+g%4].
     """
     n = unit // 2
     h = unit % 2
@@ -245,8 +252,8 @@ def _q45_k(row, block, unit, blocks, mask, FMT: tl.constexpr, ALIGN: tl.constexp
     """w = d*sc[s]*q - dmin*m[s], 8 sub-blocks of 32. Bytes: d, dmin f16, 12 of 6-bit pairs, [qh 32], qs 128.
 
     qs[32c+l] holds weights 64c+l (low nibble) and 64c+32+l; bit s of qh[l] is the fifth bit of weight 32s+l.
-    Sub-blocks s < 4: sc = a[s] & 63, m = b[s] & 63; above: sc = e[s-4] & 15 | a[s-4] >> 6 << 4, m = e[s-4] >> 4 | b[s-4] >> 6
-    << 4, where a, b, e are the three words of the packed scales.
+    Sub-blocks s < 4: sc = a[s] & 63, m = b[s] & 63; above: sc = e[s-4] & 15 | a[s-4] >> 6 << 4, m = e[s-4] >>
+    4 | b[s-4] >> 6 << 4, where a, b, e are the three words of the packed scales.
     """
     c = unit // 2
     header, a, b, e = split_words(
@@ -261,7 +268,8 @@ def _q45_k(row, block, unit, blocks, mask, FMT: tl.constexpr, ALIGN: tl.constexp
         high = ((quants >> 4) & 0x0F0F0F0F) | ((bits & 0x02020202) << 3)
     else:
         high = quants & -0x0F0F0F10
-    # Two neighbouring sub-blocks at once; where the upper half of the block has two parts, the lower has a zero mask.
+    # Two neighbouring sub-blocks at once; where the upper half of the block has two parts, the lower has a
+    # zero mask.
     upper = c >= 2
     shift = (c % 2) * 16
     mask_low = tl.where(upper, 0x0F0F, 0x3F3F)
@@ -277,10 +285,11 @@ def _q45_k(row, block, unit, blocks, mask, FMT: tl.constexpr, ALIGN: tl.constexp
 
 @triton.jit
 def _q6_k(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
-    """w = d*scales[group]*(q-32), scales int8. Half n of 128 weights: ql[64n+l], ql[64n+32+l], qh[32n+l], l < 32.
+    """w = d*scales[group]*(q-32), scales int8. Half n of 128 weights: ql[64n+l], ql[64n+32+l], qh[32n+l], l <
+    32.
 
-    Weights 128n + l, +32, +64, +96 take nibbles ql[l]&15, ql[32+l]&15, ql[l]>>4, ql[32+l]>>4 and bits 0-1, 2-3, 4-5, 6-7
-    of qh[l] above them.
+    Weights 128n + l, +32, +64, +96 take nibbles ql[l]&15, ql[32+l]&15, ql[l]>>4, ql[32+l]>>4 and bits 0-1,
+    2-3, 4-5, 6-7 of qh[l] above them.
     """
     n = unit // 2
     h = unit % 2

@@ -23,9 +23,11 @@ def _decode_rows_kernel(
     weight, row_stride, n_rows, blocks, ids, out, in_features,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, CB: tl.constexpr, HAS_IDS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j): blocks j*CB … of row i (or of row ids[i]) → ``out[i]``, w = scale * (q - zero) - minimum.
+    """Program (i, j): blocks j*CB … of row i (or of row ids[i]) → ``out[i]``, w = scale * (q - zero) -
+    minimum.
 
-    An id outside 0 … n_rows-1 gives a row of NaN: the id is on the device, so no error can be raised without a sync.
+    An id outside 0 … n_rows-1 gives a row of NaN: the id is on the device, so no error can be raised without
+    a sync.
     """
     i = tl.program_id(0).to(tl.int64)
     source = i

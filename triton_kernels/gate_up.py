@@ -6,9 +6,16 @@ import triton.language as tl
 
 from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.configs import Launch, choose
-from realizar_torch.triton_kernels.launch import MAX_ROWS, PackedRows, float_rows_of, on_device, packed_rows, same_device
+from realizar_torch.triton_kernels.launch import (
+    MAX_ROWS,
+    PackedRows,
+    float_rows_of,
+    on_device,
+    packed_rows,
+    same_device,
+)
 from realizar_torch.triton_kernels.matvec import check_int8, output_tensor
-from realizar_torch.triton_kernels.primitives import cast, prefetch_rows, release_successor
+from realizar_torch.triton_kernels.primitives import cast, release_successor
 from realizar_torch.triton_kernels.row_sums import float_rows, int8_row_pairs
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -27,13 +34,12 @@ def activate(gate, ACTIVATION: tl.constexpr):
 @triton.jit
 def _gate_up_int8_kernel(
     gate, gate_stride, up, up_stride, n_rows, blocks, xq, xscale, xsums, out,
-    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    CB: tl.constexpr,
     WHOLE: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: BN rows of both weights (bytes: see decode.py), out[m, rows] = act(gate) * up."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    prefetch_rows(gate, gate_stride, tl.program_id(0) * BN, n_rows, BN, ALIGN, DEPENDENT)
-    prefetch_rows(up, up_stride, tl.program_id(0) * BN, n_rows, BN, ALIGN, DEPENDENT)
     gates, ups = int8_row_pairs(
         gate, gate_stride, up, up_stride, rows, n_rows, blocks, xq, xscale, xsums,
         FMT, PLANAR, ALIGN, M, BN, CB, WHOLE, DEPENDENT,
@@ -47,16 +53,47 @@ def _gate_up_int8_kernel(
 @triton.jit
 def _gate_up_float_kernel(
     gate, gate_stride, up, up_stride, n_rows, blocks, x, in_features, out,
-    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    CB: tl.constexpr,
     WHOLE: tl.constexpr, RAGGED: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """As the int8 kernel, with float activations ``x [M, in_features]``."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     gates = float_rows(
-        gate, gate_stride, rows, n_rows, blocks, x, in_features, FMT, PLANAR, ALIGN, M, BN, CB, WHOLE, RAGGED, DEPENDENT
+        gate,
+        gate_stride,
+        rows,
+        n_rows,
+        blocks,
+        x,
+        in_features,
+        FMT,
+        PLANAR,
+        ALIGN,
+        M,
+        BN,
+        CB,
+        WHOLE,
+        RAGGED,
+        DEPENDENT,
     )
     ups = float_rows(
-        up, up_stride, rows, n_rows, blocks, x, in_features, FMT, PLANAR, ALIGN, M, BN, CB, WHOLE, RAGGED, False
+        up,
+        up_stride,
+        rows,
+        n_rows,
+        blocks,
+        x,
+        in_features,
+        FMT,
+        PLANAR,
+        ALIGN,
+        M,
+        BN,
+        CB,
+        WHOLE,
+        RAGGED,
+        False,
     )
     release_successor(DEPENDENT)
     for m in tl.static_range(M):
@@ -78,9 +115,10 @@ def gate_up_int8(
     out_dtype: torch.dtype = torch.float32,
     layout: str = "ggml",
     launch: Launch | None = None,
-    dependent: int = 0,
+    dependent: bool = False,
 ) -> torch.Tensor:
-    """act(x̂·gateᵀ) * (x̂·upᵀ) for int8 activations as ``matvec_int8`` takes them → ``[M, rows]`` in ``out_dtype``.
+    """act(x̂·gateᵀ) * (x̂·upᵀ) for int8 activations as ``matvec_int8`` takes them → ``[M, rows]`` in
+    ``out_dtype``.
 
     gate and up: uint8 ``[rows, row_bytes]`` of one format and layout.
     """
@@ -94,10 +132,11 @@ def gate_up_int8(
     shape = launch or choose(fmt, first.rows, in_features, q.shape[0], "int8", pair=True)
     with on_device(device):
         _gate_up_int8_kernel[(triton.cdiv(first.rows, shape.rows),)](
-            gate, first.stride, up, second.stride, first.rows, first.blocks, q.view(torch.int32), scale, sums, result,
+            gate, first.stride, up, second.stride, first.rows, first.blocks, q.view(torch.int32), scale,
+            sums, result,
             FMT=fmt, PLANAR=first.planar, ALIGN=align, M=q.shape[0], BN=shape.rows, CB=shape.blocks,
-            WHOLE=first.blocks % shape.blocks == 0, ACTIVATION=activation, DEPENDENT=int(dependent),
-            num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=bool(dependent),
+            WHOLE=first.blocks % shape.blocks == 0, ACTIVATION=activation, DEPENDENT=dependent,
+            num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result
 
@@ -113,9 +152,9 @@ def gate_up(
     out: torch.Tensor | None = None,
     layout: str = "ggml",
     launch: Launch | None = None,
-    dependent: int = 0,
+    dependent: bool = False,
 ) -> torch.Tensor:
-    """act(x·gateᵀ) * (x·upᵀ), exact weights, x ``[..., in_features]`` floats → ``[..., rows]`` in x's dtype."""
+    """act(x·gateᵀ) * (x·upᵀ), exact weights: x ``[..., in_features]`` → ``[..., rows]`` in x's dtype."""
     first, second, align = _pair(gate, up, fmt, in_features, layout)
     flat = float_rows_of(x, in_features, MAX_ROWS)
     device = same_device(x, gate, up, out)
@@ -129,8 +168,8 @@ def gate_up(
             gate, first.stride, up, second.stride, first.rows, first.blocks, flat, in_features, result,
             FMT=fmt, PLANAR=first.planar, ALIGN=align, M=flat.shape[0], BN=shape.rows, CB=shape.blocks,
             WHOLE=first.blocks % shape.blocks == 0, RAGGED=in_features % first.fmt.block_size != 0,
-            ACTIVATION=activation, DEPENDENT=int(dependent),
-            num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=bool(dependent),
+            ACTIVATION=activation, DEPENDENT=dependent,
+            num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result
 

@@ -1,4 +1,4 @@
-"""What launchers check before a kernel sees an address: formats, shapes, dtypes, devices, alignment, layout."""
+"""What launchers check before a kernel sees an address: format, shape, dtype, device, alignment, layout."""
 
 import contextlib
 from dataclasses import dataclass
@@ -38,8 +38,8 @@ class PackedRows:
 def packed_rows(weight: torch.Tensor, fmt: str, in_features: int, layout: str = "ggml") -> PackedRows:
     """``weight`` (uint8 ``[rows, row_bytes]``, rows may be strided) as kernel arguments.
 
-    FormatError: another dtype or rank, a row length that is not ``in_features`` in whole blocks, bytes of a row apart,
-    a base pointer or row stride that is odd, an unknown layout.
+    FormatError: another dtype or rank, a row length that is not ``in_features`` in whole blocks, bytes of a
+    row apart, a base pointer or row stride that is odd, an unknown layout.
     """
     found = get_packed_format(fmt)
     if layout not in LAYOUTS or (layout == "planar" and fmt in GGML_ONLY):
@@ -55,8 +55,8 @@ def packed_rows(weight: torch.Tensor, fmt: str, in_features: int, layout: str = 
         )
     if weight.stride(1) != 1 or weight.stride(0) % 2 or weight.data_ptr() % 2:
         raise FormatError(
-            f"weight has strides {weight.stride()} and address % 2 = {weight.data_ptr() % 2}; expected consecutive bytes "
-            "in a row and even row addresses: call .contiguous() or .clone()"
+            f"weight has strides {weight.stride()} and address % 2 = {weight.data_ptr() % 2}; expected "
+            "consecutive bytes in a row and even row addresses: call .contiguous() or .clone()"
         )
     blocks = found.blocks(in_features)
     align = alignment(fmt, layout, weight.data_ptr(), weight.stride(0), blocks)
@@ -64,7 +64,9 @@ def packed_rows(weight: torch.Tensor, fmt: str, in_features: int, layout: str = 
 
 
 def float_rows_of(x: torch.Tensor, in_features: int, limit: int | None = MAX_ROWS) -> torch.Tensor:
-    """``x`` ``[..., in_features]`` as contiguous ``[M, in_features]``; FormatError on a wrong dtype, width or M."""
+    """``x`` ``[..., in_features]`` as contiguous ``[M, in_features]``; FormatError on a wrong dtype, width or
+    M.
+    """
     if x.dtype not in FLOAT_DTYPES:
         raise FormatError(
             f"activations are {x.dtype}; expected float32, float16 or bfloat16: convert them first"

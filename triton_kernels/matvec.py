@@ -1,4 +1,6 @@
-"""Packed weight times up to eight activation vectors: y = x·Wᵀ (+ bias) (+ residual), float or int8 activations."""
+"""Packed weight times up to eight activation vectors: y = x·Wᵀ (+ bias) (+ residual), float or int8
+activations.
+"""
 
 import torch
 import triton
@@ -15,7 +17,7 @@ from realizar_torch.triton_kernels.launch import (
     same_device,
     vector,
 )
-from realizar_torch.triton_kernels.primitives import cast, prefetch_rows, release_successor
+from realizar_torch.triton_kernels.primitives import cast, release_successor
 from realizar_torch.triton_kernels.row_sums import float_rows, int8_rows
 
 
@@ -39,14 +41,29 @@ def store_rows(
 @triton.jit
 def _matvec_int8_kernel(
     weight, row_stride, n_rows, blocks, xq, xscale, xsums, out, out_stride, bias, residual,
-    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    CB: tl.constexpr,
     WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: BN weight rows × M int8 vectors (bytes: see decode.py and row_sums.int8_step)."""
-    prefetch_rows(weight, row_stride, tl.program_id(0) * BN, n_rows, BN, ALIGN, DEPENDENT)
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     sums = int8_rows(
-        weight, row_stride, rows, n_rows, blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, BN, CB, WHOLE, DEPENDENT
+        weight,
+        row_stride,
+        rows,
+        n_rows,
+        blocks,
+        xq,
+        xscale,
+        xsums,
+        FMT,
+        PLANAR,
+        ALIGN,
+        M,
+        BN,
+        CB,
+        WHOLE,
+        DEPENDENT,
     )
     release_successor(DEPENDENT)
     store_rows(sums, rows, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)
@@ -55,14 +72,30 @@ def _matvec_int8_kernel(
 @triton.jit
 def _matvec_float_kernel(
     weight, row_stride, n_rows, blocks, x, in_features, out, out_stride, bias, residual,
-    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    CB: tl.constexpr,
     WHOLE: tl.constexpr, RAGGED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: BN weight rows × M float vectors ``x [M, in_features]``, exact weights, fp32 accumulation."""
+    """BN weight rows × M float vectors ``x [M, in_features]``: exact weights, fp32 accumulation."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     sums = float_rows(
-        weight, row_stride, rows, n_rows, blocks, x, in_features, FMT, PLANAR, ALIGN, M, BN, CB, WHOLE, RAGGED, DEPENDENT
+        weight,
+        row_stride,
+        rows,
+        n_rows,
+        blocks,
+        x,
+        in_features,
+        FMT,
+        PLANAR,
+        ALIGN,
+        M,
+        BN,
+        CB,
+        WHOLE,
+        RAGGED,
+        DEPENDENT,
     )
     release_successor(DEPENDENT)
     store_rows(sums, rows, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)
@@ -79,12 +112,12 @@ def matvec(
     out: torch.Tensor | None = None,
     layout: str = "ggml",
     launch: Launch | None = None,
-    dependent: int = 0,
+    dependent: bool = False,
 ) -> torch.Tensor:
     """y = x·Wᵀ + bias + residual with exact weights and fp32 accumulation.
 
-    x ``[..., in_features]`` fp32, fp16 or bf16 with at most eight rows; weight uint8 ``[rows, row_bytes]``; residual of
-    the output's shape. Returns ``[..., rows]`` in x's dtype. FormatError on anything else.
+    x ``[..., in_features]`` fp32, fp16 or bf16 with at most eight rows; weight uint8 ``[rows, row_bytes]``;
+    residual of the output's shape. Returns ``[..., rows]`` in x's dtype. FormatError on anything else.
     """
     packed = packed_rows(weight, fmt, in_features, layout)
     flat = float_rows_of(x, in_features)
@@ -97,11 +130,13 @@ def matvec(
     shape = launch or choose(fmt, packed.rows, in_features, flat.shape[0], "float")
     with on_device(device):
         _matvec_float_kernel[(triton.cdiv(packed.rows, shape.rows),)](
-            packed.data, packed.stride, packed.rows, packed.blocks, flat, in_features, result, packed.rows, bias, residual,
-            FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, M=flat.shape[0], BN=shape.rows, CB=shape.blocks,
+            packed.data, packed.stride, packed.rows, packed.blocks, flat, in_features, result, packed.rows,
+            bias, residual,
+            FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, M=flat.shape[0], BN=shape.rows,
+            CB=shape.blocks,
             WHOLE=packed.blocks % shape.blocks == 0, RAGGED=in_features % packed.fmt.block_size != 0,
             HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-            DEPENDENT=int(dependent), num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=bool(dependent),
+            DEPENDENT=dependent, num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result
 
@@ -120,12 +155,14 @@ def matvec_int8(
     out_dtype: torch.dtype = torch.float32,
     layout: str = "ggml",
     launch: Launch | None = None,
-    dependent: int = 0,
+    dependent: bool = False,
 ) -> torch.Tensor:
-    """y = x̂·Wᵀ + bias + residual where x̂ = q·scale are activations quantized by ``quantize.quantize_activations``.
+    """y = x̂·Wᵀ + bias + residual where x̂ = q·scale are activations quantized by
+    ``quantize.quantize_activations``.
 
-    q int8 ``[M, K]`` (K: in_features in whole blocks of fmt), scale fp32 ``[M, K/32]``, sums fp32 ``[M, K/16]``, M ≤ 8.
-    Returns ``[M, rows]`` in ``out_dtype`` (or ``out``'s, or the residual's dtype when one is given).
+    q int8 ``[M, K]`` (K: in_features in whole blocks of fmt), scale fp32 ``[M, K/32]``, sums fp32 ``[M,
+    K/16]``, M ≤ 8. Returns ``[M, rows]`` in ``out_dtype`` (or ``out``'s, or the residual's dtype when one is
+    given).
     """
     packed = packed_rows(weight, fmt, in_features, layout)
     check_int8(q, scale, sums, packed.blocks * packed.fmt.block_size)
@@ -139,17 +176,19 @@ def matvec_int8(
     shape = launch or choose(fmt, packed.rows, in_features, q.shape[0], "int8")
     with on_device(device):
         _matvec_int8_kernel[(triton.cdiv(packed.rows, shape.rows),)](
-            packed.data, packed.stride, packed.rows, packed.blocks, q.view(torch.int32), scale, sums, result, packed.rows,
+            packed.data, packed.stride, packed.rows, packed.blocks, q.view(torch.int32), scale, sums,
+            result, packed.rows,
             bias, residual,
             FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, M=q.shape[0], BN=shape.rows, CB=shape.blocks,
-            WHOLE=packed.blocks % shape.blocks == 0, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-            DEPENDENT=int(dependent), num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=bool(dependent),
+            WHOLE=packed.blocks % shape.blocks == 0, HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None,
+            DEPENDENT=dependent, num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result
 
 
 def check_int8(q: torch.Tensor, scale: torch.Tensor, sums: torch.Tensor, width: int) -> None:
-    """FormatError unless q, scale and sums are contiguous int8 ``[M ≤ 8, width]`` and fp32 per 32 and per 16."""
+    """FormatError unless q is contiguous int8 ``[M ≤ 8, width]``, scale fp32 per 32 and sums per 16."""
     rows = q.shape[0] if q.dim() == 2 else -1
     right = (
         0 <= rows <= MAX_ROWS
@@ -163,8 +202,9 @@ def check_int8(q: torch.Tensor, scale: torch.Tensor, sums: torch.Tensor, width: 
     )
     if not right:
         raise FormatError(
-            f"int8 activations are {q.dtype} {tuple(q.shape)}, {scale.dtype} {tuple(scale.shape)}, {sums.dtype} "
-            f"{tuple(sums.shape)}; expected contiguous int8 (M <= {MAX_ROWS}, {width}) with fp32 scales per 32 and sums per 16"
+            f"int8 activations are {q.dtype} {tuple(q.shape)}, {scale.dtype} {tuple(scale.shape)}, "
+            f"{sums.dtype} {tuple(sums.shape)}; expected contiguous int8 (M <= {MAX_ROWS}, {width}) with "
+            "fp32 scales per 32 and sums per 16"
         )
 
 

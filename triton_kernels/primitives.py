@@ -1,4 +1,6 @@
-"""Loads at any alignment and the 4-byte dot product, the only places where kernels touch raw memory width or PTX."""
+"""Loads at any alignment and the 4-byte dot product, the only places where kernels touch raw memory width or
+PTX.
+"""
 
 import triton
 import triton.language as tl
@@ -54,8 +56,8 @@ def load_half(pointer, mask):
 def load_scalar(pointer, mask):
     """``tl.load`` of ``[a, b, c]`` where ``mask`` may be None; masked lanes read 0.
 
-    Hiding that neighbours are contiguous keeps the compiler from giving this load a layout of its own, which would cost
-    a trip through shared memory and a barrier per loop step.
+    Hiding that neighbours are contiguous keeps the compiler from giving this load a layout of its own, which
+    would cost a trip through shared memory and a barrier per loop step.
     """
     pointer = tl.max_contiguous(pointer, [1, 1, 1])
     if mask is None:
@@ -75,7 +77,7 @@ def split_words(words):
 
 @triton.jit
 def dp4a(weights, activations, total, SIGNED: tl.constexpr):
-    """total + Σ of the four byte products of two words; activations are int8, weights uint8 or (SIGNED) int8."""
+    """total + Σ of the four byte products of two words: int8 activations, uint8 or (SIGNED) int8 weights."""
     if INTERPRETED:
         for i in tl.static_range(4):
             byte = (weights >> (8 * i)) & 0xFF
@@ -110,52 +112,25 @@ def round_half_even(x):
 @triton.jit
 def cast(value, DTYPE: tl.constexpr):
     """An fp32 value rounded to nearest even in DTYPE (the interpreter would truncate to bf16)."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
+    if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = value.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        # NaN stays as it is
         value = tl.where(value == value, rounded.to(tl.float32, bitcast=True), value)
     return value.to(DTYPE)
 
 
 @triton.jit
 def wait_for_predecessor(DEPENDENT: tl.constexpr):
-    """Return when the previous kernel of the stream has finished; what it wrote may be read only after this."""
+    """Return when the stream's previous kernel has finished: only then may what it wrote be read."""
     if DEPENDENT:
         gdc_wait()
 
 
 @triton.jit
 def release_successor(DEPENDENT: tl.constexpr):
-    """Let the next kernel of the stream start (its programs wait for this grid to finish before they read from it)."""
-    if DEPENDENT > 0 and DEPENDENT < 5 and DEPENDENT != 2:
+    """Let the next kernel of the stream start (its programs wait for this grid to finish before they read
+    from it).
+    """
+    if DEPENDENT:
         gdc_launch_dependents()
-
-
-@triton.jit
-def release_early(DEPENDENT: tl.constexpr):
-    if DEPENDENT >= 5:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch_rows(weight, row_stride, first_row, n_rows, BN: tl.constexpr, ALIGN: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Start moving BN rows of a weight into the L2 cache, with one instruction, before the wait for activations."""
-    if DEPENDENT == 4 or DEPENDENT == 6:
-        if ALIGN == 16:
-            start = weight + first_row.to(tl.int64) * row_stride
-            nbytes = tl.minimum(BN, n_rows - first_row) * row_stride
-            tl.inline_asm_elementwise(
-                """{
-                .reg .pred first;
-                .reg .u32 thread;
-                mov.u32 thread, %tid.x;
-                setp.eq.u32 first, thread, 0;
-                @first cp.async.bulk.prefetch.L2.global [$1], $2;
-                mov.u32 $0, 0;
-                }""",
-                "=r,l,r",
-                [start.to(tl.int64), nbytes],
-                tl.int32,
-                False,
-                1,
-            )

@@ -1,4 +1,6 @@
-"""Up to three packed weights of different formats times one int8 vector batch, in one launch over their row blocks."""
+"""Up to three packed weights of different formats times one int8 vector batch, in one launch over their row
+blocks.
+"""
 
 from collections.abc import Sequence
 
@@ -10,20 +12,35 @@ from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.configs import Launch, choose
 from realizar_torch.triton_kernels.launch import PackedRows, on_device, packed_rows, same_device, vector
 from realizar_torch.triton_kernels.matvec import check_int8, output_tensor, store_rows
-from realizar_torch.triton_kernels.primitives import prefetch_rows, release_successor
+from realizar_torch.triton_kernels.primitives import release_successor
 from realizar_torch.triton_kernels.row_sums import int8_rows
 
 
 @triton.jit
 def _rows_of_one(
     weight, row_stride, first_row, n_rows, blocks, xq, xscale, xsums, out, out_stride, bias,
-    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    CB: tl.constexpr,
     HAS_BIAS: tl.constexpr, DEPENDENT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    prefetch_rows(weight, row_stride, first_row, n_rows, BN, ALIGN, DEPENDENT)
     rows = first_row + tl.arange(0, BN)
     sums = int8_rows(
-        weight, row_stride, rows, n_rows, blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, BN, CB, EVEN, DEPENDENT
+        weight,
+        row_stride,
+        rows,
+        n_rows,
+        blocks,
+        xq,
+        xscale,
+        xsums,
+        FMT,
+        PLANAR,
+        ALIGN,
+        M,
+        BN,
+        CB,
+        EVEN,
+        DEPENDENT,
     )
     release_successor(DEPENDENT)
     store_rows(sums, rows, n_rows, out, out_stride, bias, bias, M, HAS_BIAS, False)
@@ -33,12 +50,16 @@ def _rows_of_one(
 def _qkv_int8_kernel(
     w0, stride0, rows0, blocks0, w1, stride1, rows1, blocks1, w2, stride2, rows2, blocks2, xq, xscale, xsums,
     out, out_stride, bias,
-    FMT0: tl.constexpr, PLANAR0: tl.constexpr, ALIGN0: tl.constexpr, BN0: tl.constexpr, CB0: tl.constexpr, EVEN0: tl.constexpr,
-    FMT1: tl.constexpr, PLANAR1: tl.constexpr, ALIGN1: tl.constexpr, BN1: tl.constexpr, CB1: tl.constexpr, EVEN1: tl.constexpr,
-    FMT2: tl.constexpr, PLANAR2: tl.constexpr, ALIGN2: tl.constexpr, BN2: tl.constexpr, CB2: tl.constexpr, EVEN2: tl.constexpr,
+    FMT0: tl.constexpr, PLANAR0: tl.constexpr, ALIGN0: tl.constexpr, BN0: tl.constexpr, CB0: tl.constexpr,
+    EVEN0: tl.constexpr,
+    FMT1: tl.constexpr, PLANAR1: tl.constexpr, ALIGN1: tl.constexpr, BN1: tl.constexpr, CB1: tl.constexpr,
+    EVEN1: tl.constexpr,
+    FMT2: tl.constexpr, PLANAR2: tl.constexpr, ALIGN2: tl.constexpr, BN2: tl.constexpr, CB2: tl.constexpr,
+    EVEN2: tl.constexpr,
     M: tl.constexpr, HAS_BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Programs 0 … do BN0 rows of w0 each, the next BN1 rows of w1, the last BN2 rows of w2 (bytes: see decode.py).
+    """Programs 0 … do BN0 rows of w0 each, the next BN1 rows of w1, the last BN2 rows of w2 (bytes: see
+    decode.py).
 
     Outputs (and the bias) of the three lie one after the other in every row of ``out``.
     """
@@ -58,7 +79,8 @@ def _qkv_int8_kernel(
         )  # fmt: skip
     else:
         _rows_of_one(
-            w2, stride2, (pid - programs0 - programs1) * BN2, rows2, blocks2, xq, xscale, xsums, out + rows0 + rows1,
+            w2, stride2, (pid - programs0 - programs1) * BN2, rows2, blocks2, xq, xscale, xsums,
+            out + rows0 + rows1,
             out_stride, bias + rows0 + rows1 if HAS_BIAS else bias,
             FMT2, PLANAR2, ALIGN2, M, BN2, CB2, HAS_BIAS, DEPENDENT, EVEN2,
         )  # fmt: skip
@@ -77,15 +99,18 @@ def qkv_int8(
     launches: Sequence[Launch] | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
-    dependent: int = 0,
+    dependent: bool = False,
 ) -> torch.Tensor:
-    """x̂·[W0; W1; W2]ᵀ + bias → ``[M, rows0 + rows1 + rows2]`` for int8 activations as ``matvec_int8`` takes them.
+    """x̂·[W0; W1; W2]ᵀ + bias → ``[M, rows0 + rows1 + rows2]`` for int8 activations as ``matvec_int8`` takes
+    them.
 
-    Each weight has its own format and layout; bias is for all rows together. The activations' width must suit every
-    format: in_features is a multiple of the largest block, or all blocks are of one size.
+    Each weight has its own format and layout; bias is for all rows together. The activations' width must suit
+    every format: in_features is a multiple of the largest block, or all blocks are of one size.
     """
     if not len(weights) == len(fmts) == len(layouts) == 3:
-        raise FormatError(f"{len(weights)} weights, {len(fmts)} formats, {len(layouts)} layouts; expected three of each")
+        raise FormatError(
+            f"{len(weights)} weights, {len(fmts)} formats, {len(layouts)} layouts; expected three of each"
+        )
     packed = [packed_rows(w, f, in_features, lay) for w, f, lay in zip(weights, fmts, layouts, strict=True)]
     for item in packed:
         check_int8(q, scale, sums, item.blocks * item.fmt.block_size)
@@ -95,7 +120,9 @@ def qkv_int8(
     if result.numel() == 0:
         return result
     bias = vector(bias, total, "bias")
-    shapes = launches or [choose(item.fmt.name, item.rows, in_features, q.shape[0], "int8") for item in packed]
+    shapes = launches or [
+        choose(item.fmt.name, item.rows, in_features, q.shape[0], "int8") for item in packed
+    ]
     warps = shapes[0].warps
     arguments: list[object] = []
     constants: dict[str, object] = {}
@@ -106,8 +133,8 @@ def qkv_int8(
     with on_device(device):
         _qkv_int8_kernel[(grid,)](
             *arguments, q.view(torch.int32), scale, sums, result, total, bias,
-            **constants, M=q.shape[0], HAS_BIAS=bias is not None, DEPENDENT=int(dependent),
-            num_warps=warps, enable_fp_fusion=True, launch_pdl=bool(dependent),
+            **constants, M=q.shape[0], HAS_BIAS=bias is not None, DEPENDENT=dependent,
+            num_warps=warps, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result
 

@@ -1,4 +1,4 @@
-"""Residual add, RMSNorm or LayerNorm, and int8 quantization of activations: one pass, one launch, any subset."""
+"""Residual add, RMSNorm or LayerNorm, and int8 quantization of activations: any subset in one launch."""
 
 import torch
 import triton
@@ -9,7 +9,6 @@ from realizar_torch.triton_kernels.configs import choose_norm_warps
 from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, float_rows_of, on_device, same_device, vector
 from realizar_torch.triton_kernels.primitives import (
     cast,
-    release_early,
     release_successor,
     round_half_even,
     wait_for_predecessor,
@@ -23,8 +22,8 @@ Int8Activations = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def store_int8(values, block, columns, row, width, q, scale, sums):
     """Quantize ``values [B, 2, 16]`` fp32, B blocks of 32, and store q, scale and half-block sums of one row.
 
-    scale = amax/127, q = round_half_even(x * (1/scale)), sums = scale * Σ16 q; a NaN or infinity makes scale NaN, and
-    a block whose 1/scale overflows becomes zeros.
+    scale = amax/127, q = round_half_even(x * (1/scale)), sums = scale * Σ16 q; a NaN or infinity makes scale
+    NaN, and a block whose 1/scale overflows becomes zeros.
     """
     # Bit patterns of |x| order like the values, and NaN lies above infinity, so a maximum of bits keeps NaN.
     bits = tl.max(tl.max(tl.abs(values).to(tl.int32, bitcast=True), 2), 1)
@@ -51,12 +50,13 @@ def _prepare_kernel(
     B: tl.constexpr, NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM_BIAS: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, INT8: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Row program_id(0), blocks of 32 from program_id(1)*B: s = x (+ residual); y = norm(s); y or its int8 form.
+    """Row program_id(0), blocks of 32 from program_id(1)*B: s = x (+ residual); y = norm(s); y or its int8
+    form.
 
-    rmsnorm: y = s / sqrt(mean(s²) + eps) * w; layernorm: y = (s - mean) / sqrt(var + eps) * w + b. fp32 statistics.
+    rmsnorm: y = s / sqrt(mean(s²) + eps) * w; layernorm: y = (s - mean) / sqrt(var + eps) * w + b. fp32
+    statistics.
     """
     release_successor(DEPENDENT)
-    release_early(DEPENDENT)
     wait_for_predecessor(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * B + tl.arange(0, B)
@@ -91,7 +91,9 @@ def _prepare_kernel(
 
 
 def empty_int8(rows: int, width: int, device: torch.device) -> Int8Activations:
-    """Uninitialised q int8 ``[rows, width]``, scale fp32 ``[rows, width/32]`` and sums fp32 ``[rows, width/16]``."""
+    """Uninitialised q int8 ``[rows, width]``, scale fp32 ``[rows, width/32]`` and sums fp32 ``[rows,
+    width/16]``.
+    """
     return (
         torch.empty(rows, width, dtype=torch.int8, device=device),
         torch.empty(rows, width // 32, dtype=torch.float32, device=device),
@@ -100,7 +102,7 @@ def empty_int8(rows: int, width: int, device: torch.device) -> Int8Activations:
 
 
 def quantize_activations(
-    x: torch.Tensor, width: int, out: Int8Activations | None = None, *, dependent: int = 0
+    x: torch.Tensor, width: int, out: Int8Activations | None = None, *, dependent: bool = False
 ) -> Int8Activations:
     """x ``[..., K]`` floats → (q, scale, sums) of ``[M, width]``; columns past K are zeros.
 
@@ -117,7 +119,7 @@ def quantize_activations(
         _prepare_kernel[(rows.shape[0], triton.cdiv(width, 1024))](
             rows, None, None, None, None, 0.0, in_features, width, None, *result,
             B=32, NORM="none", HAS_RESIDUAL=False, HAS_NORM_BIAS=False, ZERO_CENTERED=False, INT8=True,
-            DEPENDENT=int(dependent), num_warps=4, enable_fp_fusion=True, launch_pdl=bool(dependent),
+            DEPENDENT=dependent, num_warps=4, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result
 
@@ -134,18 +136,29 @@ def norm_quantize(
     residual: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
     out: Int8Activations | None = None,
-    dependent: int = 0,
+    dependent: bool = False,
 ) -> Int8Activations:
     """norm(x + residual) quantized to int8, x ``[..., K]`` → (q, scale, sums) of ``[M, width]``.
 
-    With a residual, x + residual is stored to ``total`` (same shape; may be ``residual`` itself), rounded to its dtype.
+    With a residual, x + residual is stored to ``total`` (same shape; may be ``residual`` itself), rounded to
+    its dtype.
     """
     in_features = x.shape[-1] if x.dim() else 0
     _check_width(in_features, width)
     rows = float_rows_of(x, in_features, limit=None)
     result = out or empty_int8(rows.shape[0], width, x.device)
     _norm(
-        rows, norm_weight, norm_bias, normalization, eps, zero_centered, residual, total, width, None, result,
+        rows,
+        norm_weight,
+        norm_bias,
+        normalization,
+        eps,
+        zero_centered,
+        residual,
+        total,
+        width,
+        None,
+        result,
         dependent,
     )
     return result
@@ -163,12 +176,16 @@ def normalize(
     total: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
-    dependent: int = 0,
+    dependent: bool = False,
 ) -> torch.Tensor:
-    """norm(x + residual), x ``[..., K]`` → the same shape in ``out_dtype``; ``total`` as in ``norm_quantize``."""
+    """norm(x + residual), x ``[..., K]`` → the same shape in ``out_dtype``; ``total`` as in
+    ``norm_quantize``.
+    """
     in_features = x.shape[-1] if x.dim() else 0
     rows = float_rows_of(x, in_features, limit=None)
-    result = torch.empty(rows.shape, dtype=out_dtype, device=x.device) if out is None else out.view(rows.shape)
+    result = (
+        torch.empty(rows.shape, dtype=out_dtype, device=x.device) if out is None else out.view(rows.shape)
+    )
     if result.dtype not in FLOAT_DTYPES:
         raise FormatError(f"out is {result.dtype}; expected float32, float16 or bfloat16")
     _norm(
@@ -224,9 +241,11 @@ def _norm(
     with on_device(device):
         _prepare_kernel[(rows.shape[0], 1)](
             rows, residual, total, norm_weight, norm_bias, eps, in_features, width, normed, q, scale, sums,
-            B=blocks, NORM=normalization, HAS_RESIDUAL=residual is not None, HAS_NORM_BIAS=norm_bias is not None,
+            B=blocks, NORM=normalization, HAS_RESIDUAL=residual is not None,
+            HAS_NORM_BIAS=norm_bias is not None,
             ZERO_CENTERED=zero_centered, INT8=int8 is not None,
-            DEPENDENT=int(dependent), num_warps=choose_norm_warps(blocks), enable_fp_fusion=True, launch_pdl=bool(dependent),
+            DEPENDENT=dependent, num_warps=choose_norm_warps(blocks), enable_fp_fusion=True,
+            launch_pdl=dependent,
         )  # fmt: skip
 
 

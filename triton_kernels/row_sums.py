@@ -16,7 +16,7 @@ from realizar_torch.triton_kernels.decode import (
     word_weights,
     zero_point,
 )
-from realizar_torch.triton_kernels.primitives import dp4a, load_scalar, release_early, split_words, wait_for_predecessor
+from realizar_torch.triton_kernels.primitives import dp4a, load_scalar, split_words, wait_for_predecessor
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def zeros(M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr, U: tl.constexpr):
     """A tuple of M accumulators, one per activation vector (in registers, never indexed at run time)."""
     total = ()
     for _ in tl.static_range(M):
-        total = total + (tl.zeros([U, CB, BN], tl.float32),)
+        total = total + (tl.zeros([U, CB, BN], tl.float32),)  # noqa: RUF005
     return total
 
 
@@ -41,9 +41,9 @@ def replace(items, index: tl.constexpr, value, count: tl.constexpr):
     result = ()
     for i in tl.static_range(count):
         if i == index:
-            result = result + (value,)
+            result = result + (value,)  # noqa: RUF005
         else:
-            result = result + (items[i],)
+            result = result + (items[i],)  # noqa: RUF005
     return result
 
 
@@ -59,7 +59,8 @@ def load_activations(pointer, mask):
 
 @triton.jit
 def tile(
-    row, first, blocks, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, CB: tl.constexpr, WHOLE: tl.constexpr
+    row, first, blocks, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, CB: tl.constexpr,
+    WHOLE: tl.constexpr
 ):  # fmt: skip
     """CB blocks of every row from block ``first``, decoded: what ``decode_unit`` returns."""
     block = (first + tl.arange(0, CB))[None, :, None]
@@ -78,8 +79,8 @@ def add_int8(
 ):  # fmt: skip
     """``total`` plus a decoded tile times the int8 activations.
 
-    One plane of 16 weights adds  d * s * (xscale / lift * Σ q·xq - zero * xsums) - dmin * m * xsums.
-    xq ``[M, blocks * block_size / 4]`` int32 words, xscale one per 32, xsums one per 16.
+    One plane of 16 weights adds  d * s * (xscale / lift * Σ q·xq - zero * xsums) - dmin * m * xsums. xq ``[M,
+    blocks * block_size / 4]`` int32 words, xscale one per 32, xsums one per 16.
     """
     GROUPS: tl.constexpr = block_size(FMT) // 16
     words, s, minimum, d, dmin = decoded
@@ -126,16 +127,14 @@ def add_int8(
 @triton.jit
 def int8_rows(
     weight, row_stride, rows, n_rows, blocks, xq, xscale, xsums,
-    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    CB: tl.constexpr,
     WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """M tensors ``[BN]`` fp32: rows · dequantized int8 activations.
 
     The first tile of weights is on its way before the activations' producer has finished (DEPENDENT).
     """
-    release_early(DEPENDENT)
-    if DEPENDENT == 3 or DEPENDENT == 7:
-        wait_for_predecessor(DEPENDENT)
     row = row_pointers(weight, tl.multiple_of(row_stride, ALIGN), rows, n_rows, BN)
     decoded = tile(row, 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
     wait_for_predecessor(DEPENDENT)
@@ -150,24 +149,18 @@ def int8_rows(
 @triton.jit
 def int8_row_pairs(
     first_weight, first_stride, second_weight, second_stride, rows, n_rows, blocks, xq, xscale, xsums,
-    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    CB: tl.constexpr,
     WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """``int8_rows`` of the same rows of two weights in one loop, so that both streams are in flight together."""
-    release_early(DEPENDENT)
-    if DEPENDENT == 3 or DEPENDENT == 7:
-        wait_for_predecessor(DEPENDENT)
+    """``int8_rows`` of the same rows of two weights in one loop: both streams are in flight together."""
     row1 = row_pointers(first_weight, tl.multiple_of(first_stride, ALIGN), rows, n_rows, BN)
     row2 = row_pointers(second_weight, tl.multiple_of(second_stride, ALIGN), rows, n_rows, BN)
     decoded1 = tile(row1, 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
     decoded2 = tile(row2, 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
     wait_for_predecessor(DEPENDENT)
-    total1 = add_int8(
-        zeros(M, BN, CB, units(FMT)), decoded1, 0, blocks, xq, xscale, xsums, FMT, M, CB, WHOLE
-    )
-    total2 = add_int8(
-        zeros(M, BN, CB, units(FMT)), decoded2, 0, blocks, xq, xscale, xsums, FMT, M, CB, WHOLE
-    )
+    total1 = add_int8(zeros(M, BN, CB, units(FMT)), decoded1, 0, blocks, xq, xscale, xsums, FMT, M, CB, WHOLE)
+    total2 = add_int8(zeros(M, BN, CB, units(FMT)), decoded2, 0, blocks, xq, xscale, xsums, FMT, M, CB, WHOLE)
     for first in range(CB, blocks, CB):
         decoded1 = tile(row1, first, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
         decoded2 = tile(row2, first, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
@@ -182,7 +175,7 @@ def reduce_rows(total, M: tl.constexpr, BN: tl.constexpr):
     sums = ()
     for m in tl.static_range(M):
         part = total[m]
-        sums = sums + (tl.sum(tl.reshape(part, [part.shape[0] * part.shape[1], BN]), 0),)
+        sums = sums + (tl.sum(tl.reshape(part, [part.shape[0] * part.shape[1], BN]), 0),)  # noqa: RUF005
     return sums
 
 
@@ -191,7 +184,8 @@ def add_float(
     total, decoded, first, blocks, x, in_features,
     FMT: tl.constexpr, M: tl.constexpr, CB: tl.constexpr, WHOLE: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """``total`` plus a decoded tile, each weight exact in fp32, times float activations ``x [M, in_features]``.
+    """``total`` plus a decoded tile, each weight exact in fp32, times float activations ``x [M,
+    in_features]``.
 
     RAGGED: in_features ends inside a block; activations past it count as 0.
     """
@@ -213,7 +207,7 @@ def add_float(
                     values = tl.load(pointer)
                 else:
                     values = tl.load(pointer, mask=tl.expand_dims(block < blocks, -1), other=0)
-                updated = updated + (total[m] + tl.sum(weights * values.to(tl.float32), 3),)
+                updated = updated + (total[m] + tl.sum(weights * values.to(tl.float32), 3),)  # noqa: RUF005
             total = updated
     return total
 
@@ -221,7 +215,8 @@ def add_float(
 @triton.jit
 def float_rows(
     weight, row_stride, rows, n_rows, blocks, x, in_features,
-    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CB: tl.constexpr,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    CB: tl.constexpr,
     WHOLE: tl.constexpr, RAGGED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """M tensors ``[BN]`` fp32: rows · activations, exact weights, fp32 accumulation."""
