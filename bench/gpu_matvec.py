@@ -177,7 +177,7 @@ def sweep(
                 "in_features": in_features,
                 "activations": activations,
                 "us": t,
-                **vars(launch),
+                "launch": vars(launch),
             }
             for t, launch in results
         ]
