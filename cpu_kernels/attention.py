@@ -12,7 +12,7 @@ import numpy as np
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import fetch_add_i64, load_f32, load_i64, store_f32
 from realizar_torch.cpu_kernels.simd import fma, load_f32x16, splat_f32x16, store, sum_f32x16
-from realizar_torch.cpu_kernels.step_vectors import exponentials
+from realizar_torch.cpu_kernels.step_vectors import exponentials, scale_row
 
 _LANES = 16
 
@@ -56,9 +56,7 @@ def attend(queries, keys, values, outputs, scores, heads, head_dim, length, scal
             store_f32(scores, score, 4 * (h * length + t))
     for h in range(heads):
         row = scores + 4 * h * length
-        inverse = np.float32(1) / exponentials(row, length)
-        for t in range(length):
-            store_f32(row, load_f32(row, 4 * t) * inverse, 4 * t)
+        scale_row(row, length, np.float32(1) / exponentials(row, length))
         for index in range(head_dim):
             store_f32(outputs + h * size, np.float32(0), 4 * index)
     for t in range(length):

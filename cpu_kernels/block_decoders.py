@@ -8,6 +8,7 @@ Bit layouts are those of ggml's block structs; every CPU runs this, since LLVM s
 """
 
 import numpy as np
+
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import (
     load_f16,
@@ -24,7 +25,6 @@ from realizar_torch.cpu_kernels.simd import (
     store,
 )
 from realizar_torch.cpu_kernels.simd_unpack import bytes_of_bits
-
 from realizar_torch.formats import Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
 
 # Weights that share one scale and one minimum in the decoded form.

@@ -27,7 +27,6 @@ from realizar_torch.cpu_kernels.simd import (
 )
 from realizar_torch.cpu_kernels.simd_unpack import pair_f32x16, twice, u8x16_of
 from realizar_torch.cpu_kernels.targets import dot_u8
-
 from realizar_torch.formats import Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
 
 _Q2_BYTES, _Q2_QS, _Q2_D, _Q2_DMIN = (Q2_K.block_bytes, *(Q2_K.offset(f) for f in ("qs", "d", "dmin")))

@@ -34,7 +34,6 @@ from realizar_torch.cpu_kernels.simd_unpack import (
     twice,
 )
 from realizar_torch.cpu_kernels.targets import dot_i8, dot_u8
-
 from realizar_torch.formats import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 
 # bytes; weights are read once, in order, and the hardware prefetcher alone reaches half the bandwidth

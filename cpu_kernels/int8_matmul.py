@@ -9,7 +9,6 @@ from realizar_torch.cpu_kernels.int8_panel import PANEL_BYTES, PANEL_WEIGHTS, SC
 from realizar_torch.cpu_kernels.int8_tile import load_tile, multiply_add, store_tile, tile_shape, zero_tile
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import load_f32, load_i8, stack_alloc, store_f32, store_i32
-
 from realizar_torch.formats import Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
 
 _Q4_0, _Q5_0, _Q8_0, _Q3_K, _Q6_K = (f.ggml_type for f in (Q4_0, Q5_0, Q8_0, Q3_K, Q6_K))

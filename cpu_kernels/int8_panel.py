@@ -8,6 +8,7 @@ every sub-block fp32 ``[16]`` row scales, followed by ``[16]`` row minima if the
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
 from realizar_torch.cpu_kernels.int8_k import (
     q3_scales,
     six_bit_scales,
@@ -37,7 +38,6 @@ from realizar_torch.cpu_kernels.simd import (
     u8x16_to_f32x16,
 )
 from realizar_torch.cpu_kernels.simd_unpack import pair_f32x16
-
 from realizar_torch.formats import Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
 
 PANEL_WEIGHTS = 512

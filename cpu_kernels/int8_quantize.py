@@ -1,6 +1,7 @@
 """Quantize fp32 activations to int8 blocks of 32, bit for bit as ``reference.quantize_activations`` does."""
 
 import numpy as np
+
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import f32_bits, f32_from_bits, load_f32, stack_alloc, store_f32
 from realizar_torch.cpu_kernels.simd import (

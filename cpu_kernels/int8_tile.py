@@ -10,6 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
 from realizar_torch.cpu_kernels.memory import pointer_at
 from realizar_torch.cpu_kernels.simd import I32, F32x16, I32x16, U8x64, call, splat
 from realizar_torch.cpu_kernels.targets import add_products

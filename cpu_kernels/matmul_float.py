@@ -8,6 +8,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
 from realizar_torch.cpu_kernels.jit import jit, target_features
 from realizar_torch.cpu_kernels.memory import (
     fetch_add_i64,

@@ -7,6 +7,7 @@ the biased variance taken around the mean, so that a large mean does not cancel 
 import math
 
 import numpy as np
+
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import load_f32, store_f32
 from realizar_torch.cpu_kernels.simd import fma, load_f32x16, splat_f32x16, store, sum_f32x16

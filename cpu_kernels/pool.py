@@ -13,6 +13,7 @@ import sys
 import threading
 
 import numba
+
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import (
     cpu_pause,
@@ -83,12 +84,17 @@ def run(kernel, n_threads: int, *args: int | float) -> None:
     if n_threads <= 1 or sys.is_finalizing():
         kernel(0, 1, *args)
     else:
-        _pool(os.getpid()).run(kernel, n_threads, args)
+        _pool().run(kernel, n_threads, args)
 
 
 @functools.cache
-def _pool(process: int) -> "_Pool":
+def _pool() -> "_Pool":
     return _Pool()
+
+
+if hasattr(os, "register_at_fork"):
+    # threads do not survive a fork: the child makes a pool of its own
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 class _Worker:

@@ -40,10 +40,13 @@ INSTRUCTION = np.dtype(
         ("rows", np.int64),
         # a function of row_kernels.py: of the weight's format and the step's numerics
         ("kernel", np.int64),
+        # 1: the kernel takes int8 activations; 0: fp32
+        ("int8", np.int64),
         ("weight", np.int64),
         ("row_bytes", np.int64),
         ("bias", np.int64),
         ("second_kernel", np.int64),
+        ("second_int8", np.int64),
         ("second_weight", np.int64),
         ("second_row_bytes", np.int64),
         ("second_bias", np.int64),
@@ -72,8 +75,9 @@ CONTEXT = np.dtype(
         # rotary frequencies: fp32 [ropes, head_dim/2]
         ("frequencies", np.int64),
         ("ropes", np.int64),
-        # 1: linears take int8 activations; 0: fp32
-        ("int8", np.int64),
+        # whether any linear takes int8 activations, and whether any takes fp32
+        ("quantized", np.int64),
+        ("plain", np.int64),
         ("heads", np.int64),
         ("kv_heads", np.int64),
         ("head_dim", np.int64),

@@ -52,16 +52,27 @@ def float_rows(fmt: str) -> int:
     return address_of(float_rows_kernel, 9)
 
 
+def int8_rows_of(fmt: str) -> object:
+    """The int8 kernel of a format as a device function, whose first argument is the target."""
+    dot, block_size = _INT8_DOTS[fmt], get_packed_format(fmt).block_size
+
+    @jit(device=True)
+    def int8_rows_on_target(target, weight, row_bytes, first_row, last_row, width, q, scale, sums, out):
+        n_blocks = (width + block_size - 1) // block_size
+        for row in range(first_row, last_row):
+            store_f32(out, dot(target, weight + row * row_bytes, n_blocks, q, scale, sums), 4 * row)
+
+    return int8_rows_on_target
+
+
 @functools.cache
 def int8_rows(fmt: str) -> int:
     """Address of the int8 kernel of a format, for the best target of this CPU."""
-    dot, block_size = _INT8_DOTS[fmt], get_packed_format(fmt).block_size
+    rows = int8_rows_of(fmt)
 
     @jit
     def int8_rows_kernel(weight, row_bytes, first_row, last_row, width, q, scale, sums, out):
-        n_blocks = (width + block_size - 1) // block_size
-        for row in range(first_row, last_row):
-            store_f32(out, dot(host_target(), weight + row * row_bytes, n_blocks, q, scale, sums), 4 * row)
+        rows(host_target(), weight, row_bytes, first_row, last_row, width, q, scale, sums, out)
 
     return address_of(int8_rows_kernel, 9)
 

@@ -12,6 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
+
 from realizar_torch.cpu_kernels.memory import pointer_at
 
 I32 = ir.IntType(32)

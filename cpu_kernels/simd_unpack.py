@@ -3,6 +3,7 @@
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
 from realizar_torch.cpu_kernels.memory import HARDWARE_HALF, pointer_at
 from realizar_torch.cpu_kernels.simd import I32, F32x16, U8x16, U8x32, U8x64, Vector, converter, select_lanes
 

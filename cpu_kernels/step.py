@@ -92,14 +92,14 @@ def _norm(c, i, arena, batch):
 def _load(c, i, arena, batch):
     for b in range(batch):
         source = i.source + b * i.source_stride
-        if not c.int8:
+        if c.plain:
             copy_row(source, i.width, arena + c.activations + b * c.activations_stride)
         _quantize(c, arena, b, source, i.width)
 
 
 @jit(device=True)
 def _quantize(c, arena, b, source, width):
-    if c.int8:
+    if c.quantized:
         q = arena + c.q + b * c.q_stride
         scales = arena + c.scales + b * (c.q_stride >> 3)
         sums = arena + c.sums + b * (c.q_stride >> 2)
@@ -107,9 +107,9 @@ def _quantize(c, arena, b, source, width):
 
 
 @jit(device=True)
-def _rows(c, arena, b, kernel, weight, row_bytes, width, first, last, target):
+def _rows(c, arena, b, kernel, int8, weight, row_bytes, width, first, last, target):
     """target[row] = weight[row] · activations of sequence b, for rows first to last."""
-    x = arena + c.q + b * c.q_stride if c.int8 else arena + c.activations + b * c.activations_stride
+    x = arena + c.q + b * c.q_stride if int8 else arena + c.activations + b * c.activations_stride
     scales = arena + c.scales + b * (c.q_stride >> 3)
     sums = arena + c.sums + b * (c.q_stride >> 2)
     call_native(kernel, (weight, row_bytes, first, last, width, x, scales, sums, target))
@@ -124,7 +124,7 @@ def _linear(c, i, arena, counter, batch):
         last = min(first + TILE_ROWS, i.rows)
         for b in range(batch):
             target = i.target + b * i.target_stride
-            _rows(c, arena, b, i.kernel, i.weight, i.row_bytes, i.width, first, last, target)
+            _rows(c, arena, b, i.kernel, i.int8, i.weight, i.row_bytes, i.width, first, last, target)
             if i.bias:
                 add_rows(target + 4 * first, i.bias + 4 * first, last - first)
 
@@ -140,9 +140,9 @@ def _gated(c, i, arena, counter, batch):
         tile = arena + c.tile - 4 * first
         for b in range(batch):
             target = i.target + b * i.target_stride
-            _rows(c, arena, b, i.kernel, i.weight, i.row_bytes, i.width, first, last, target)
+            _rows(c, arena, b, i.kernel, i.int8, i.weight, i.row_bytes, i.width, first, last, target)
             up, stride = i.second_weight, i.second_row_bytes
-            _rows(c, arena, b, i.second_kernel, up, stride, i.width, first, last, tile)
+            _rows(c, arena, b, i.second_kernel, i.second_int8, up, stride, i.width, first, last, tile)
             if i.bias:
                 add_rows(target + 4 * first, i.bias + 4 * first, last - first)
             if i.second_bias:

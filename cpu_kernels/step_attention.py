@@ -1,18 +1,17 @@
 """Rotary embedding and attention of the fused decode step: one query per sequence over the cached rows.
 
-The cache holds fp32 rows [batch, kv_heads, max_positions, head_dim] per layer. Head sizes are even; vectors
-of 16 lanes take what they can, the rest goes value by value.
+The cache holds fp32 rows [batch, kv_heads, max_positions, head_dim] per layer. Head sizes are even.
 """
 
 import math
 
 import numpy as np
 
+from realizar_torch.cpu_kernels.attention import attend
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import load_f32, load_i64, store_f32
 from realizar_torch.cpu_kernels.norm import rms_norm_vector
-from realizar_torch.cpu_kernels.simd import fma, load_f32x16, splat_f32x16, store, sum_f32x16
-from realizar_torch.cpu_kernels.step_vectors import copy_row, exponentials, scale_row
+from realizar_torch.cpu_kernels.step_vectors import copy_row
 
 
 @jit(device=True)
@@ -61,61 +60,22 @@ def _rotate(head, cos, sin, half):
 
 @jit(device=True)
 def attend_heads(c, i, arena, b, kv_head, first, last, position):
-    """softmax(scale·q·kᵀ)·v for heads ``first`` to ``last`` of one group; a cached row is read once."""
-    group = c.heads // c.kv_heads
+    """Query heads ``first`` to ``last`` of one group over the rows that sequence b may see."""
     size = 4 * c.head_dim
-    cached = (b * c.kv_heads + kv_head) * c.max_positions * size
     start = load_i64(c.starts, 8 * b)
     if i.window:
         start = max(start, position - i.window + 1)
-    length = position + 1 - start
-    queries = i.source + b * i.source_stride + (kv_head * group) * size
-    outputs = i.target + b * i.target_stride + (kv_head * group) * size
-    scores = arena + c.scores
-    score_row = 4 * c.max_positions
-
-    keys = i.keys + cached + start * size
-    for t in range(length):
-        for h in range(first, last):
-            product = _dot(queries + h * size, keys + t * size, c.head_dim)
-            store_f32(scores + h * score_row, i.scale * product, 4 * t)
-    for h in range(first, last):
-        row = scores + h * score_row
-        total = exponentials(row, length)
-        scale_row(row, length, np.float32(1) / total)
-    values = i.values + cached + start * size
-    for h in range(first, last):
-        _zero(outputs + h * size, c.head_dim)
-    for t in range(length):
-        for h in range(first, last):
-            _add_scaled(
-                outputs + h * size, values + t * size, load_f32(scores + h * score_row, 4 * t), c.head_dim
-            )
-
-
-@jit(device=True)
-def _dot(a, b, n):
-    total = splat_f32x16(0)
-    for chunk in range(n // 16):
-        total = fma(load_f32x16(a, 64 * chunk), load_f32x16(b, 64 * chunk), total)
-    result = sum_f32x16(total)
-    for rest in range(n // 16 * 16, n):
-        result += load_f32(a, 4 * rest) * load_f32(b, 4 * rest)
-    return result
-
-
-@jit(device=True)
-def _add_scaled(target, source, factor, n):
-    weight = splat_f32x16(factor)
-    for chunk in range(n // 16):
-        store(
-            target, fma(load_f32x16(source, 64 * chunk), weight, load_f32x16(target, 64 * chunk)), 64 * chunk
-        )
-    for rest in range(n // 16 * 16, n):
-        store_f32(target, load_f32(target, 4 * rest) + factor * load_f32(source, 4 * rest), 4 * rest)
-
-
-@jit(device=True)
-def _zero(target, n):
-    for index in range(n):
-        store_f32(target, np.float32(0), 4 * index)
+    head = (kv_head * (c.heads // c.kv_heads) + first) * size
+    cached = ((b * c.kv_heads + kv_head) * c.max_positions + start) * size
+    attend(
+        i.source + b * i.source_stride + head,
+        i.keys + cached,
+        i.values + cached,
+        i.target + b * i.target_stride + head,
+        arena + c.scores,
+        last - first,
+        c.head_dim,
+        position + 1 - start,
+        i.scale,
+        np.float32(0),
+    )

@@ -11,6 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.core.imputils import lower_constant
 from numba.extending import intrinsic, models, register_model, typeof_impl
+
 from realizar_torch.cpu_kernels.jit import target_features
 from realizar_torch.cpu_kernels.simd import I8x64, I32x16, U8x64, call, select_lanes
 

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.simd import (
     bits_of_f32x16,

@@ -1,6 +1,7 @@
 """The int8 CPU kernels against the oracle: every format, every target this CPU can run, both products."""
 
 import ctypes
+import functools
 import mmap
 import re
 from collections.abc import Callable
@@ -19,17 +20,18 @@ from cases import (
 )
 
 from realizar_torch import reference
-from realizar_torch.formats import FORMATS
+from realizar_torch.formats import FORMATS, FORMATS_BY_GGML_TYPE
 
 numba = pytest.importorskip("numba")
 
 from llvmlite import binding, ir  # noqa: E402
 from numba.extending import intrinsic  # noqa: E402
+
 from realizar_torch.cpu_kernels.int8_matmul import matmul_rows, prepare_columns  # noqa: E402
 from realizar_torch.cpu_kernels.int8_quantize import quantize_blocks  # noqa: E402
-from realizar_torch.cpu_kernels.int8_rows import matvec_rows  # noqa: E402
 from realizar_torch.cpu_kernels.jit import jit, target_features  # noqa: E402
 from realizar_torch.cpu_kernels.memory import load_u16, store_f32  # noqa: E402
+from realizar_torch.cpu_kernels.row_kernels import int8_rows_of  # noqa: E402
 from realizar_torch.cpu_kernels.simd_unpack import half_bits_to_float  # noqa: E402
 from realizar_torch.cpu_kernels.targets import GENERIC, TARGETS, best_target, host_target  # noqa: E402
 
@@ -38,10 +40,23 @@ by_target = pytest.mark.parametrize("target", RUNNABLE, ids=lambda target: targe
 by_format = pytest.mark.parametrize("fmt", PACKED)
 
 
-def _matvec(target) -> Callable[..., None]:
+@functools.cache
+def _rows(target, fmt: str) -> Callable[..., None]:
+    """What ``row_kernels.int8_rows`` compiles, for any target."""
+    rows = int8_rows_of(fmt)
+
     @jit
+    def run(weight, row_bytes, first, last, width, q, scale, sums, out):
+        rows(target, weight, row_bytes, first, last, width, q, scale, sums, out)
+
+    return run
+
+
+def _matvec(target) -> Callable[..., None]:
     def run(ggml_type, weight, row_bytes, first, last, n_blocks, q, scale, sums, out):
-        matvec_rows(target, ggml_type, weight, row_bytes, first, last, n_blocks, q, scale, sums, out)
+        spec = FORMATS_BY_GGML_TYPE[ggml_type]
+        width = n_blocks * spec.block_size
+        _rows(target, spec.name)(weight, row_bytes, first, last, width, q, scale, sums, out)
 
     return run
 
@@ -267,11 +282,13 @@ def test_half_precision_without_hardware_is_exact() -> None:
 
 
 def test_the_host_target_is_the_first_that_runs() -> None:
-    @jit
-    def run(ggml_type, weight, row_bytes, n_blocks, q, scale, sums, out):
-        matvec_rows(host_target(), ggml_type, weight, row_bytes, 0, 1, n_blocks, q, scale, sums, out)
+    rows = int8_rows_of("Q4_K")
 
-    run.compile((numba.int64,) * 8)
+    @jit
+    def run(weight, row_bytes, width, q, scale, sums, out):
+        rows(host_target(), weight, row_bytes, 0, 1, width, q, scale, sums, out)
+
+    run.compile((numba.int64,) * 7)
     assert best_target() is RUNNABLE[0]
     instruction = {"vpdpbusd": "vpdpbusd", "pmaddubsw": "vpmaddubsw"}.get(best_target().dot, "mul")
     assert instruction in run.inspect_asm(run.signatures[0])
@@ -282,7 +299,8 @@ def test_generic_kernels_compile_for_arm() -> None:
     binding.initialize_all_asmprinters()
     pair = numba.types.UniTuple(numba.int64, 2)
     matmul_types = (*[numba.int64] * 3, pair, *[numba.int64] * 9)
-    for run, types in ((_matvec(GENERIC), (numba.int64,) * 10), (_matmul(GENERIC), matmul_types)):
+    rows = [(_rows(GENERIC, fmt), (numba.int64,) * 9) for fmt in PACKED]
+    for run, types in (*rows, (_matmul(GENERIC), matmul_types)):
         run.compile(types)
         module = run.inspect_llvm(run.signatures[0])
         module = re.sub(r'target triple = ".*"', 'target triple = "aarch64-unknown-linux-gnu"', module)

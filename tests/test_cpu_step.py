@@ -7,11 +7,15 @@ import tracemalloc
 import pytest
 import torch
 from random_models import write_random_model
+from torch import nn
 
 from realizar_torch.checkpoint.gguf import open_gguf
-from realizar_torch.generation.cpu_step import can_fuse
+from realizar_torch.errors import FormatError
+from realizar_torch.generation.cpu_step import why_not
 from realizar_torch.generation.step import decode_step, new_state, prefill
 from realizar_torch.models.loading import load_transformer
+from realizar_torch.nn.linear import QuantizedLinear
+from realizar_torch.nn.norm import LayerNorm
 
 pytest.importorskip("numba")
 
@@ -105,16 +109,124 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(path, ids, activa
         assert torch.equal(decode(model, ids, only=row)[0], together[row])
 
 
-def test_modules_take_over_where_something_was_changed(path, ids):
+def test_dense_weights_and_mixed_numerics_are_fused_too(path, ids):
     model = load(path)
-    cache = new_state(model, 1, 8).cache
-    assert can_fuse(model, cache)
-    handle = model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    assert not can_fuse(model, cache)
-    handle.remove()
-    assert can_fuse(model, cache)
     model.layers[1].mlp.down_proj = model.layers[1].mlp.down_proj.to_linear()
-    assert not can_fuse(model, cache)
+    model.layers[2].self_attn.q_proj = model.layers[2].self_attn.q_proj.to_linear()
+    table = nn.Embedding.from_pretrained(model.embed_tokens.dequantize())
+    model.embed_tokens = table
+    with torch.inference_mode():
+        expected = model(ids, logits_to_keep=STEPS).logits
+    together = decode(model, ids)
+    assert (together - expected).abs().max() <= TOLERANCE
+
+    model.layers[0].mlp.gate_proj.activations = "int8"
+    with torch.inference_mode():
+        rounded = model(ids, logits_to_keep=STEPS).logits
+    fused = decode(model, ids)
+    assert rms(rounded - expected) > 10 * rms(together - expected)
+    assert rms(fused[:, 0] - rounded[:, 0]) <= 0.3 * rms(rounded - expected)
+
+
+def hooked(model):
+    model.layers[0].mlp.register_forward_hook(lambda *_: None)
+
+
+def subclassed(model):
+    linear = model.layers[0].mlp.up_proj
+    linear.__class__ = type("Adapted", (QuantizedLinear,), {"forward": lambda self, x: 0 * x})
+
+
+def with_a_forward_of_its_own(model):
+    model.layers[0].mlp.forward = lambda x: x
+
+
+def zero_centered(model):
+    model.norm.zero_centered = True
+
+
+def other_epsilon(model):
+    model.layers[1].mlp_norm.eps = 1.0
+
+
+def layer_norm(model):
+    model.layers[1].attn_norm = LayerNorm(96)
+
+
+def double_norm(model):
+    model.norm.double()
+
+
+def with_gaps(model):
+    weight = model.layers[0].mlp.up_proj.weight
+    wide = torch.cat([weight, weight], dim=1)
+    model.layers[0].mlp.up_proj.weight = nn.Parameter(wide[:, : weight.shape[1]], requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        hooked,
+        subclassed,
+        with_a_forward_of_its_own,
+        zero_centered,
+        other_epsilon,
+        layer_norm,
+        double_norm,
+        with_gaps,
+    ],
+    ids=lambda change: change.__name__,
+)
+def test_modules_take_over_where_something_was_changed(path, ids, change):
+    model = load(path)
+    state = new_state(model, 1, 8)
+    assert why_not(model, state.cache) is None
+    change(model)
+    assert why_not(model, state.cache) is not None
+
+
+def test_the_slower_way_is_announced_with_its_reason(path, ids):
+    model = load(path)
+    hooked(model)
+    state = new_state(model, 1, 8)
+    with torch.inference_mode():
+        with pytest.warns(UserWarning, match=r"layers\.0\.mlp has a forward hook"):
+            prefill(model, ids[:1, :4], None, state)
+        assert decode_step(model, ids[:1, 4], state).isfinite().all()
+
+
+def test_a_global_hook_is_an_obstacle(path):
+    model = load(path)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert "hook" in why_not(model, new_state(model, 1, 8).cache)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("token", [-1, 10**10])
+def test_a_token_outside_the_table_is_refused(path, ids, token):
+    model = load(path)
+    with torch.inference_mode():
+        state = new_state(model, 1, 8)
+        prefill(model, ids[:1, :4], None, state)
+        with pytest.raises(FormatError, match=str(token)):
+            decode_step(model, torch.tensor([token]), state)
+
+
+def test_a_cast_in_mid_stream_reads_no_freed_memory(path, ids):
+    """The program keeps the weights it was built from until the next prefill."""
+    model = load(path)
+    with torch.inference_mode():
+        states = [new_state(model, 1, 8) for _ in range(2)]
+        for state in states:
+            prefill(model, ids[:1, :4], None, state)
+        expected = decode_step(model, ids[:1, 4], states[0]).clone()
+        model.half()
+        model.float()
+        junk = [torch.full((4096,), float("nan")) for _ in range(200)]
+        assert torch.equal(decode_step(model, ids[:1, 4], states[1]), expected)
+        assert len(junk) == 200
 
 
 def test_a_step_allocates_nothing(path, ids):

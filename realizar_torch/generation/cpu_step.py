@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from realizar_torch.errors import FormatError
 from realizar_torch.generation.fusable import obstacle
 from realizar_torch.generation.workspace import Workspace, padded_width
 from realizar_torch.models.transformer import Block, Transformer
@@ -13,26 +14,25 @@ from realizar_torch.nn.embedding import QuantizedEmbedding
 from realizar_torch.nn.kv_cache import KVCache
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.nn.norm import RMSNorm
+from realizar_torch.ops.cpu import kernels
 from realizar_torch.reference import ACTIVATION_BLOCK
 
 _CACHE_LINE = 64
+# Operands of a weight that a gated instruction has twice.
+_SECOND = ("kernel", "int8", "weight", "row_bytes", "bias")
 
 
-def can_fuse(model: Transformer, cache: KVCache) -> bool:
-    """True if the fused kernel computes exactly what the modules would: fp32 on a CPU with Numba, packed
-    weights of one numerics, and no module replaced, wrapped or hooked."""
-    if model.device.type != "cpu" or {model.dtype, cache.keys.dtype} != {torch.float32}:
-        return False
-    if not kernels_available() or obstacle(model) is not None:
-        return False
-    return all(getattr(module, "layout", "ggml") == "ggml" for module in model.modules())
-
-
-def kernels_available() -> bool:
-    """True if the Numba kernels can be used."""
-    from realizar_torch.ops.cpu import kernels
-
-    return kernels().__name__ == "realizar_torch.cpu_kernels.launch"
+def why_not(model: Transformer, cache: KVCache) -> str | None:
+    """Why the fused kernel cannot take the place of the modules, or None if it computes exactly the same."""
+    if model.device.type != "cpu":
+        return f"the model is on {model.device}"
+    if kernels().__name__ != "realizar_torch.cpu_kernels.launch":
+        return "Numba cannot be used"
+    if {model.dtype, cache.keys.dtype} != {torch.float32}:
+        return f"the model computes in {model.dtype}, with a cache of {cache.keys.dtype}"
+    if any(getattr(module, "layout", "ggml") != "ggml" for module in model.modules()):
+        return "weights are prepacked"
+    return obstacle(model, dense=True)
 
 
 class CpuStep:
@@ -61,11 +61,19 @@ class CpuStep:
         threads = torch.get_num_threads()
         if threads > self._threads:
             self._make_arena(threads)
+        self._check(token_ids)
         self._tokens.copy_(token_ids)
         batch = self._cache.batch_size
         pool.run(step.run_step, threads, self._program.instructions, self._context, batch, self._cache.length)
         self._cache.advance(1)
         return self._workspace.logits[:batch]
+
+    def _check(self, token_ids: Tensor) -> None:
+        """The kernel would read whatever memory an id outside the table points to."""
+        rows = self._program.vocabulary
+        for token in token_ids.tolist():
+            if not 0 <= token < rows:
+                raise FormatError(f"token id {token} is outside the vocabulary of {rows}")
 
     def _make_context(self, model: Transformer, ropes: int) -> np.ndarray:
         from realizar_torch.cpu_kernels import program
@@ -77,7 +85,8 @@ class CpuStep:
             "starts": self._cache.starts.data_ptr(),
             "frequencies": self._frequencies.data_ptr(),
             "ropes": ropes,
-            "int8": int(model.lm_head.activations == "int8"),
+            "quantized": int(any(row.get("int8", 0) for row in self._program.rows)),
+            "plain": int(any(row.get("int8", 1) == 0 for row in self._program.rows)),
             "heads": config.num_heads,
             "kv_heads": config.num_kv_heads,
             "head_dim": config.head_dim,
@@ -131,19 +140,19 @@ class _Program:
         self._hidden, self._qkv, self._wide = (
             self._buffer(b) for b in (workspace.hidden, workspace.qkv, workspace.wide)
         )
-        self._rows: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = []
         config = model.config
         self.widest = padded_width(max(config.hidden_size, config.q_dim, config.intermediate_size))
 
-        embedding = model.embed_tokens
-        self._emit("EMBED", **self._weight(embedding), scale=config.embedding_scale)
+        self.vocabulary = config.vocab_size
+        self._emit("EMBED", **self._table(model.embed_tokens), scale=config.embedding_scale)
         pending: dict[str, Any] = {}
         for index, layer in enumerate(model.layers):
             pending = self._block(index, layer, pending)
         self._norm(model.norm, pending)
         self._linear(model.lm_head, self._buffer(workspace.logits), 0, barrier=False)
-        self.instructions = np.zeros(len(self._rows), program.INSTRUCTION)
-        for instruction, row in zip(self.instructions, self._rows, strict=True):
+        self.instructions = np.zeros(len(self.rows), program.INSTRUCTION)
+        for instruction, row in zip(self.instructions, self.rows, strict=True):
             for name, value in row.items():
                 instruction[name] = value
 
@@ -180,7 +189,7 @@ class _Program:
 
         self._norm(layer.mlp_norm, self._addition(layer.post_attn_norm))
         gate, up = self._weight(mlp.gate_proj), self._weight(mlp.up_proj)
-        second = {f"second_{name}": up[name] for name in ("kernel", "weight", "row_bytes", "bias")}
+        second = {f"second_{name}": up[name] for name in _SECOND}
         activation = self._ops.SILU if mlp.activation == "silu" else self._ops.GELU_TANH
         self._emit("GATED", activation=activation, barrier=1, **target, **gate, **second)
         self._load(self._wide, config.intermediate_size)
@@ -204,27 +213,41 @@ class _Program:
         place = {"target": target[0] + 4 * column, "target_stride": target[1], "barrier": int(barrier)}
         self._emit("LINEAR", **place, **self._weight(linear))
 
-    def _weight(self, module: QuantizedLinear | QuantizedEmbedding) -> dict[str, Any]:
-        """Operands that name a packed weight, the kernel of its rows, and its bias where it has one."""
-        from realizar_torch.cpu_kernels import row_kernels
+    def _table(self, embedding: QuantizedEmbedding | nn.Embedding) -> dict[str, Any]:
+        """Operands of the embedding table."""
+        from realizar_torch.cpu_kernels import dense_rows, row_kernels
 
-        if isinstance(module, QuantizedEmbedding):
-            kernel, bias = row_kernels.decode_row(module.fmt), None
+        packed = isinstance(embedding, QuantizedEmbedding)
+        kernel = row_kernels.decode_row(embedding.fmt) if packed else dense_rows.dense_row()
+        return {"kernel": kernel, **self._matrix(embedding.weight)}
+
+    def _weight(self, linear: QuantizedLinear | nn.Linear) -> dict[str, Any]:
+        """Operands that name a weight, the kernel of its rows, and its bias where it has one."""
+        from realizar_torch.cpu_kernels import dense_rows, row_kernels
+
+        int8 = False
+        if isinstance(linear, nn.Linear):
+            kernel = dense_rows.dense_rows()
+        elif int8 := linear.activations == "int8":
+            kernel = row_kernels.int8_rows(linear.fmt)
         else:
-            rows_of = row_kernels.int8_rows if module.activations == "int8" else row_kernels.float_rows
-            kernel, bias = rows_of(module.fmt), module.bias
-        rows, row_bytes = module.weight.shape
+            kernel = row_kernels.float_rows(linear.fmt)
+        bias = 0 if linear.bias is None else self._address(linear.bias)
+        width = linear.in_features
         return {
             "kernel": kernel,
-            "weight": self._address(module.weight),
-            "rows": rows,
-            "row_bytes": row_bytes,
-            "width": getattr(module, "in_features", 0),
-            "bias": 0 if bias is None else self._address(bias),
+            "int8": int(int8),
+            "width": width,
+            "bias": bias,
+            **self._matrix(linear.weight),
         }
 
+    def _matrix(self, weight: Tensor) -> dict[str, int]:
+        row_bytes = weight.shape[1] * weight.element_size()
+        return {"weight": self._address(weight), "rows": weight.shape[0], "row_bytes": row_bytes}
+
     def _emit(self, opcode: str, **operands: Any) -> None:
-        self._rows.append({"opcode": getattr(self._ops, opcode), **operands})
+        self.rows.append({"opcode": getattr(self._ops, opcode), **operands})
 
     def _buffer(self, buffer: Tensor) -> tuple[int, int]:
         """Address and distance between sequences, in bytes."""

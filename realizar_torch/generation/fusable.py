@@ -24,22 +24,27 @@ _KNOWN_MODULES = {
     RMSNorm,
     RotaryEmbedding,
 }
+_DENSE_MODULES = {nn.Linear, nn.Embedding}
 
 
-def obstacle(model: Transformer) -> str | None:
+def obstacle(model: Transformer, *, dense: bool = False) -> str | None:
     """What in the model a fused step does not know, or None.
 
-    Fused steps know packed weights of one numerics whose rows are whole blocks, one dtype and device, one
-    norm epsilon, and modules that nobody has replaced, wrapped, subclassed or hooked.
+    Fused steps know packed weights whose rows are whole blocks, one dtype and device, one norm epsilon, and
+    modules that nobody has replaced, wrapped, subclassed or hooked. ``dense``: this step also knows plain
+    ``nn.Linear`` and ``nn.Embedding``, and linears that differ in numerics.
     """
+    known = _KNOWN_MODULES | (_DENSE_MODULES if dense else set())
     if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
         return "a forward hook is registered for all modules"
     for name, module in model.named_modules():
+        if module is not model and type(module) not in known:
+            return f"{name} is a {type(module).__name__}"
         if found := _obstacle_in(module, model):
             return f"{name or 'the model'} {found}"
     linears = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     numerics = {linear.activations for linear in linears}
-    if len(numerics) > 1:
+    if len(numerics) > 1 and not dense:
         return f"the linears differ in activations: {', '.join(sorted(numerics))}"
     if len({module.eps for module in model.modules() if isinstance(module, RMSNorm)}) > 1:
         return "the norms differ in eps"
@@ -47,8 +52,6 @@ def obstacle(model: Transformer) -> str | None:
 
 
 def _obstacle_in(module: nn.Module, model: Transformer) -> str | None:
-    if module is not model and type(module) not in _KNOWN_MODULES:
-        return f"is a {type(module).__name__}"
     if module._forward_hooks or module._forward_pre_hooks:
         return "has a forward hook"
     if "forward" in module.__dict__:
