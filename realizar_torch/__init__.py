@@ -26,6 +26,7 @@ _HOMES = {
     "Transformer": "models.transformer",
     "CausalLM": "generation.causal_lm",
     "load": "generation.causal_lm",
+    "DecodeGraph": "generation.graph",
     "prepack": "surgery",
     "unpack": "surgery",
     "generate": "generation.text",

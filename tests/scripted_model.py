@@ -70,7 +70,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> MarkovModel:
     """A new model, with the loop's prefill and step replaced by lookups in its table."""
 
     def new_state(model, batch_size, max_positions):
-        return SimpleNamespace(batch_size=batch_size, free=max_positions)
+        return SimpleNamespace(batch_size=batch_size, free=max_positions, decoder=None, close=lambda: None)
 
     def prefill(model, input_ids, attention_mask, state):
         model.prefills += 1

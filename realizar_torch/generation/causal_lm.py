@@ -10,11 +10,13 @@ from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.checkpoint.gguf_errors import shown_path
 from realizar_torch.checkpoint.hub import find_model
 from realizar_torch.errors import BackendUnavailableError, FormatError
+from realizar_torch.generation.gpu_state import GpuStates
 from realizar_torch.generation.loop import generate_ids
 from realizar_torch.models.config import ModelConfig
 from realizar_torch.models.loading import load_transformer
 from realizar_torch.models.transformer import Transformer
 from realizar_torch.ops.checks import ACTIVATIONS, FLOATS, check_choice
+from realizar_torch.surgery import prepack
 
 DEFAULT_MAX_SEQ_LEN = 4096
 
@@ -31,6 +33,7 @@ class CausalLM(Transformer):
         self.max_seq_len = min(config.context_length, DEFAULT_MAX_SEQ_LEN)
         self.eos_token_ids: tuple[int, ...] = ()
         self.pad_token_id: int | None = None
+        self.gpu_states = GpuStates()
 
     generate = generate_ids
 
@@ -47,9 +50,10 @@ def load(
     """(model, tokenizer) of a GGUF file, any shard of a split one, a directory that holds one, or
     ``owner/name:QUANT`` on the Hugging Face Hub.
 
-    device: None is the CPU. dtype: of activations, norms and KV cache; "auto" is float32. max_seq_len:
-    positions a request may use; None is min(the file's context length, 4096). activations: "int8" or "float",
-    the numerics of packed linears. progress: called with (layers loaded, layers in all).
+    device: None is a GPU if torch sees one, else the CPU. dtype: of activations, norms and KV cache; "auto"
+    is bfloat16 on a GPU and float32 elsewhere. max_seq_len: positions a request may use; None is min(the
+    file's context length, 4096). activations: "int8" or "float", the numerics of packed linears. progress:
+    called with (layers loaded, layers in all).
 
     GGUFError, UnsupportedArchitectureError, MissingTensorsError and IncompleteShardsError say what is wrong
     with the file, FormatError what is wrong with an argument, before any weight is read.
@@ -57,9 +61,11 @@ def load(
     from realizar_torch.checkpoint.tokenizer import Tokenizer
 
     check_choice("activations", activations, ACTIVATIONS)
-    target = _usable_device("cpu" if device is None else device)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = _usable_device(device)
     if dtype == "auto":
-        dtype = torch.float32
+        dtype = torch.bfloat16 if target.type == "cuda" else torch.float32
     if dtype not in FLOATS:
         raise FormatError(f"dtype is {dtype!r}, expected 'auto' or one of {', '.join(map(str, FLOATS))}")
     file = open_gguf(find_model(path_or_ref))
@@ -74,6 +80,7 @@ def load(
         file, device=target, dtype=dtype, activations=activations, model_class=CausalLM, progress=progress
     )
     assert isinstance(model, CausalLM)
+    prepack(model)
     if max_seq_len is not None:
         model.max_seq_len = max_seq_len
     model.eos_token_ids, model.pad_token_id = tokenizer.eos_token_ids, tokenizer.pad_token_id

@@ -45,8 +45,13 @@ class GpuStep:
         from realizar_torch.triton_kernels.attention import attention_scratch
 
         config, batch = model.config, cache.batch_size
-        self._model, self._cache, self._workspace = model, cache, workspace
+        # parts, not the model: it owns the states that own its steps
+        self._config, self._layers = config, list(model.layers)
+        self._table, self._final_norm, self._head = model.embed_tokens, model.norm, model.lm_head
+        self._cache, self._workspace = cache, workspace
         self._batch, self._device = batch, cache.keys.device
+        # launches overlap with the end of the one before; the interpreter knows no such thing
+        self._dependent = self._device.type == "cuda"
         self._int8 = model.lm_head.activations == "int8"
         self._groups = [slice(i, min(i + MATVEC_ROWS, batch)) for i in range(0, batch, MATVEC_ROWS)]
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=self._device)
@@ -55,9 +60,8 @@ class GpuStep:
         self._stream = self._view(workspace.hidden, config.hidden_size)
         self._qkv = self._view(workspace.qkv, config.q_dim + 2 * config.kv_dim)
         self.logits = workspace.logits[:batch]
-        self._tables = {
-            rope: self._table(rope) for rope in (model.rope, model.local_rope) if rope is not None
-        }
+        self._angles = self._cos_sin(model.rope)
+        self._local_angles = self._angles if model.local_rope is None else self._cos_sin(model.local_rope)
         self._scratch = attention_scratch(
             batch, config.num_heads, config.num_kv_heads, config.head_dim, cache.max_seq_len, self._device
         )
@@ -91,7 +95,7 @@ class GpuStep:
         """The step: ``tokens`` -> ``logits``; keys and values into the cache, counters up by one. No sync."""
         from realizar_torch.triton_kernels.dequantize import embedding
 
-        model, table = self._model, self._model.embed_tokens
+        table = self._table
         embedding(
             self.tokens,
             table.stored,
@@ -100,17 +104,17 @@ class GpuStep:
             out=self._stream,
             layout=table.layout,
         )
-        if model.config.embedding_scale != 1.0:
-            self._stream.mul_(model.config.embedding_scale)
+        if self._config.embedding_scale != 1.0:
+            self._stream.mul_(self._config.embedding_scale)
         addition = None
-        for index, layer in enumerate(model.layers):
+        for index, layer in enumerate(self._layers):
             addition = self._block(index, layer, addition)
-        self._linear(model.lm_head, self._norm(model.norm, addition), self.logits)
+        self._linear(self._head, self._norm(self._final_norm, addition), self.logits)
         self.counters.add_(1)
 
     def _block(self, index: int, layer: Block, addition: Tensor | None) -> Tensor | None:
         """One layer. ``addition``: what its first norm adds to the residual stream; returns the next one."""
-        attention, mlp, config = layer.self_attn, layer.mlp, self._model.config
+        attention, mlp, config = layer.self_attn, layer.mlp, self._config
         self._project_qkv(layer, self._norm(layer.attn_norm, addition))
         x = self._attend(index, attention)
         addition = self._into_stream(attention.o_proj, x, layer.post_attn_norm)
@@ -128,6 +132,7 @@ class GpuStep:
             "normalization": norm.normalization,
             "eps": norm.eps,
             "zero_centered": norm.zero_centered,
+            "dependent": self._dependent,
         } | added
         if self._int8:
             q = self._int8_view(norm.features)
@@ -150,6 +155,7 @@ class GpuStep:
                     self._qkv_bias[layer],
                     layouts=[linear.layout for linear in linears],
                     out=self._qkv[rows],
+                    dependent=self._dependent,
                 )
             return
         column = 0
@@ -164,9 +170,8 @@ class GpuStep:
         from realizar_torch.triton_kernels.attention import decode_attention
         from realizar_torch.triton_kernels.rope import rope_and_store
 
-        model, config, cache = self._model, self._model.config, self._cache
-        sliding = config.is_sliding(index)
-        rope = model.local_rope if sliding and model.local_rope is not None else model.rope
+        config, cache = self._config, self._cache
+        angles = self._local_angles if config.is_sliding(index) else self._angles
         norms: dict = {}
         if attention.q_norm is not None and attention.k_norm is not None:
             norms = {
@@ -180,13 +185,14 @@ class GpuStep:
         rope_and_store(
             self._qkv,
             self.counters[0],
-            *self._tables[rope],
+            *angles,
             keys,
             values,
             q_heads=config.num_heads,
             style="halves",
             starts=cache.starts,
             out=q,
+            dependent=self._dependent,
             **norms,
         )
         # a program of the kernel has the heads of one key head, and quantizes them if they are whole blocks
@@ -202,6 +208,7 @@ class GpuStep:
             scratch=self._scratch,
             out=self._view(self._workspace.wide, config.q_dim),
             int8=self._int8_view(config.q_dim) if inside else None,
+            dependent=self._dependent,
         )
         return quantized if inside else self._quantized(out)
 
@@ -222,6 +229,7 @@ class GpuStep:
             eps=norm.eps,
             zero_centered=norm.zero_centered,
             out=self._view(self._workspace.wide, linear.out_features),
+            dependent=self._dependent,
         )
 
     def _gate_up(self, mlp: GatedMLP, x: Activations) -> None:
@@ -242,7 +250,12 @@ class GpuStep:
             return
         weights = (gate.stored, up.stored, gate.fmt, gate.in_features)
         for rows in self._groups:
-            options = {"activation": mlp.activation, "out": out[rows], "layout": gate.layout}
+            options = {
+                "activation": mlp.activation,
+                "out": out[rows],
+                "layout": gate.layout,
+                "dependent": self._dependent,
+            }
             if isinstance(x, tuple):
                 gate_up_int8(*(part[rows] for part in x), *weights, **options)
             else:
@@ -260,6 +273,7 @@ class GpuStep:
                 "residual": None if residual is None else residual[rows],
                 "out": out[rows],
                 "layout": linear.layout,
+                "dependent": self._dependent,
             }
             if isinstance(x, tuple):
                 matvec_int8(*(part[rows] for part in x), *operands, **options)
@@ -270,7 +284,10 @@ class GpuStep:
         """``x`` [B, features] as the linears take it."""
         from realizar_torch.triton_kernels.quantize import quantize_activations
 
-        return quantize_activations(x, x.shape[1], self._int8_view(x.shape[1])) if self._int8 else x
+        if not self._int8:
+            return x
+        out = self._int8_view(x.shape[1])
+        return quantize_activations(x, x.shape[1], out, dependent=self._dependent)
 
     def _view(self, buffer: Tensor, width: int) -> Tensor:
         """The beginning of a workspace buffer as contiguous [B, width]."""
@@ -285,7 +302,7 @@ class GpuStep:
             self._view(work.sums, 2 * blocks),
         )
 
-    def _table(self, rope: RotaryEmbedding) -> tuple[Tensor, Tensor]:
+    def _cos_sin(self, rope: RotaryEmbedding) -> tuple[Tensor, Tensor]:
         """cos and sin of every position of the cache, fp32 [max_seq_len, head_dim/2]."""
         cos, sin = rope(torch.arange(self._cache.max_seq_len, device=self._device)[None])
         return cos[0, 0].contiguous(), sin[0, 0].contiguous()

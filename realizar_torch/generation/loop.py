@@ -64,11 +64,38 @@ class Decoding:
             self._end_at_length()
             return
         state = new_state(model, batch_size, prompt_length + request.max_new_tokens)
-        seen = self._tokens_of_prompt()
-        # Inference mode is entered per step: a generator that held it would switch it on in its consumer's
-        # code.
+        try:
+            seen = self._tokens_of_prompt()
+            # Inference mode is entered per step: a generator that held it would switch it on in its
+            # consumer's code.
+            with torch.inference_mode():
+                logits = prefill(model, request.input_ids, request.attention_mask, state)
+            run = self._wait_for_each_step if state.decoder is None else self._run_ahead
+            yield from run(state, logits, seen)
+        finally:
+            state.close()
+
+    def _run_ahead(self, state: Any, logits: torch.Tensor, seen: torch.Tensor | None) -> Iterator[list[int]]:
+        """Each step is on its way before the tokens of the one before are read; one is wasted at a stop."""
+        request, decoder = self._request, state.decoder
         with torch.inference_mode():
-            logits = prefill(model, request.input_ids, request.attention_mask, state)
+            decoder.begin(logits, request.sampling, seen, request.generator, cuda_graph=request.cuda_graph)
+        for step in range(request.max_new_tokens):
+            last = step + 1 == request.max_new_tokens
+            if not last:
+                with torch.inference_mode():
+                    decoder.issue()
+            chosen = self._follow(decoder.read(), step)
+            if last:
+                self._end_at_length()
+            yield chosen
+            if all(row.reason for row in self.rows):
+                return
+
+    def _wait_for_each_step(
+        self, state: Any, logits: torch.Tensor, seen: torch.Tensor | None
+    ) -> Iterator[list[int]]:
+        model, request = self._model, self._request
         for step in range(request.max_new_tokens):
             with torch.inference_mode():
                 tokens = sample(logits, request.sampling, seen, request.generator)

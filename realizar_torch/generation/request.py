@@ -25,6 +25,7 @@ class Request:
     stop_strings: tuple[str, ...]
     tokenizer: Any
     generator: torch.Generator | None
+    cuda_graph: bool | str = "auto"
 
     @property
     def prompt_tokens(self) -> int:
@@ -66,7 +67,7 @@ def make_request(
         )
     if cuda_graph not in (True, False, "auto"):
         raise FormatError(f"cuda_graph is {cuda_graph!r}; expected True, False or 'auto'")
-    if cuda_graph is True:
+    if cuda_graph is True and torch.device(model.device).type != "cuda":
         raise BackendUnavailableError(
             f"cuda_graph=True: no graph runs on {model.device}; use 'auto' or False"
         )
@@ -102,7 +103,16 @@ def make_request(
             f"make it with torch.Generator({str(model.device)!r})"
         )
     return Request(
-        input_ids, attention_mask, max_new_tokens, sampling, stop_ids, pad, strings, tokenizer, generator
+        input_ids,
+        attention_mask,
+        max_new_tokens,
+        sampling,
+        stop_ids,
+        pad,
+        strings,
+        tokenizer,
+        generator,
+        cuda_graph,
     )
 
 

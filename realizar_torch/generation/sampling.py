@@ -101,29 +101,37 @@ def keep_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
     return logits.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), -math.inf)
 
 
-def draw(logits: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+def draw(
+    logits: torch.Tensor, generator: torch.Generator | None, uniform: torch.Tensor | None = None
+) -> torch.Tensor:
     """One token per row, int64 [B], with probability softmax(logits): inverse transform of one uniform per
-    row.
+    row, drawn from ``generator`` or given (float64 [B, 1]).
 
     The distribution function is summed in float64, so that even a token of probability 1e-12 gets its share;
     a removed token adds nothing to it and cannot be drawn.
     """
     distribution = logits.softmax(-1).double().cumsum(-1)
-    shape = (logits.shape[0], 1)
-    uniform = torch.rand(shape, dtype=torch.float64, device=logits.device, generator=generator)
+    if uniform is None:
+        shape = (logits.shape[0], 1)
+        uniform = torch.rand(shape, dtype=torch.float64, device=logits.device, generator=generator)
     token = torch.searchsorted(distribution, uniform * distribution[:, -1:], right=True).squeeze(1)
     return token.clamp_max(logits.shape[-1] - 1)
 
 
 def sample(
-    logits: torch.Tensor, params: SamplingParams, seen: torch.Tensor | None, generator: torch.Generator | None
+    logits: torch.Tensor,
+    params: SamplingParams,
+    seen: torch.Tensor | None,
+    generator: torch.Generator | None,
+    *,
+    uniform: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The next token of every row, int64 [B], or -1 where the row's highest logit is NaN or infinite.
 
     logits: float32 [B, V], left as they are. seen: bool [B, V], the tokens that ``repetition_penalty`` acts
-    on; may be None when the penalty is 1. Greedy takes the first of equal maxima. Nothing here waits for a
-    GPU, which is why a row without a usable distribution is marked and not raised: the caller reads the
-    tokens anyway.
+    on; may be None when the penalty is 1. uniform: see ``draw``. Greedy takes the first of equal maxima.
+    Nothing here waits for a GPU, which is why a row without a usable distribution is marked and not raised:
+    the caller reads the tokens anyway.
     """
     if params.repetition_penalty != 1 and seen is not None:
         logits = penalize_repetition(logits, seen, params.repetition_penalty)
@@ -137,5 +145,5 @@ def sample(
             logits = keep_top_p(logits, params.top_p)
         if params.min_p:
             logits = keep_min_p(logits, params.min_p)
-        token = draw(logits, generator).unsqueeze(1)
+        token = draw(logits, generator, uniform).unsqueeze(1)
     return torch.where(highest.isfinite(), token, -1).squeeze(1)

@@ -1,41 +1,64 @@
 """prefill and decode_step: the one pair that every loop calls, over a DecodeState."""
 
+import warnings
+
 import torch
 from torch import Tensor
 
 from realizar_torch.errors import FormatError
-from realizar_torch.generation.cpu_step import CpuStep, can_fuse
+from realizar_torch.generation.cpu_step import CpuStep, why_not
+from realizar_torch.generation.gpu_state import GpuState
 from realizar_torch.generation.workspace import Workspace
 from realizar_torch.models.transformer import Transformer
 from realizar_torch.nn.kv_cache import KVCache
 
 
 class DecodeState:
-    """What a running generation owns: the cache, the scratch memory, the fused CPU step if there is one."""
+    """What a running generation owns: the cache, the scratch memory, the fused CPU step if there is one.
+
+    A GpuState in its place has a ``decoder`` too, which issues steps without waiting for them.
+    """
+
+    decoder = None
 
     def __init__(self, model: Transformer, batch_size: int, max_positions: int):
         self.cache = KVCache(model.config, batch_size, max_positions, device=model.device, dtype=model.dtype)
         self.workspace = Workspace.for_model(model.config, batch_size, device=model.device)
         self.fused: CpuStep | None = None
 
+    def prepare(self, model: Transformer) -> None:
+        """Builds the fused step anew; one warning where the modules have to do."""
+        reason = why_not(model, self.cache)
+        self.fused = None if reason else CpuStep(model, self.cache, self.workspace)
+        if reason and model.device.type == "cpu":
+            warnings.warn(f"decoding runs module by module, which is slower: {reason}", stacklevel=3)
 
-def new_state(model: Transformer, batch_size: int, max_positions: int) -> DecodeState:
+    def close(self) -> None:
+        """Ends the generation."""
+
+
+def new_state(model: Transformer, batch_size: int, max_positions: int) -> DecodeState | GpuState:
     """An empty state for ``batch_size`` sequences of up to ``max_positions`` positions."""
+    if model.device.type == "cuda":
+        states = getattr(model, "gpu_states", None)
+        if states is not None:
+            return states.take(model, batch_size, max_positions)
+        return GpuState(model, batch_size, max_positions, None)
     return DecodeState(model, batch_size, max_positions)
 
 
 def prefill(
-    model: Transformer, input_ids: Tensor, attention_mask: Tensor | None, state: DecodeState
+    model: Transformer, input_ids: Tensor, attention_mask: Tensor | None, state: DecodeState | GpuState
 ) -> Tensor:
     """Runs the prompt in one pass and fills the cache.
 
     input_ids int [B, T] -> fp32 logits [B, V] of the last position.
     """
-    state.fused = CpuStep(model, state.cache, state.workspace) if can_fuse(model, state.cache) else None
+    state.prepare(model)
     return model(input_ids, attention_mask, cache=state.cache, logits_to_keep=1).logits[:, -1]
 
 
-def decode_step(model: Transformer, token_ids: Tensor, state: DecodeState) -> Tensor:
+def decode_step(model: Transformer, token_ids: Tensor, state: DecodeState | GpuState) -> Tensor:
     """Appends one token per sequence.
 
     token_ids int64 [B] -> fp32 logits [B, V], valid until the next step.

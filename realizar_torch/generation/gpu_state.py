@@ -1,0 +1,99 @@
+"""What a model needs to decode on a GPU, kept between requests so that addresses and graphs stay valid."""
+
+import itertools
+import warnings
+from typing import Any
+
+from realizar_torch.generation.gpu_step import GpuStep, why_not
+from realizar_torch.generation.graph import DecodeGraph
+from realizar_torch.generation.workspace import Workspace
+from realizar_torch.models.transformer import Transformer
+from realizar_torch.nn.kv_cache import KVCache
+
+
+class GpuState:
+    """Cache, workspace, and a DecodeGraph for every batch size seen. One generation uses it at a time."""
+
+    def __init__(self, model: Transformer, batch_size: int, max_positions: int, owner: "GpuStates | None"):
+        self.cache = KVCache(model.config, batch_size, max_positions, device=model.device, dtype=model.dtype)
+        self.workspace = Workspace.for_model(model.config, batch_size, device=model.device)
+        self.decoder: DecodeGraph | None = None
+        self._decoders: dict[int, DecodeGraph] = {}
+        self._owner, self._made_for = owner, (model.device, model.dtype)
+        self._identity: tuple = ()
+
+    @property
+    def fused(self) -> GpuStep | None:
+        return None if self.decoder is None else self.decoder.step
+
+    def fits(self, model: Transformer) -> bool:
+        return self._made_for == (model.device, model.dtype)
+
+    def ensure(self, batch_size: int, max_positions: int) -> None:
+        """Empties the cache and makes room; graphs are dropped if anything has moved."""
+        moved = self.cache.ensure(batch_size, max_positions)
+        if self.workspace.ensure(batch_size) or moved:
+            self._decoders.clear()
+        self.decoder = None
+
+    def prepare(self, model: Transformer) -> None:
+        """Picks the decoder of the cache's batch size; none, with a warning, for a model it does not know."""
+        reason = why_not(model, self.cache)
+        if reason is not None:
+            self.decoder = None
+            warnings.warn(f"decoding runs module by module, which is slower: {reason}", stacklevel=3)
+            return
+        identity = _identity(model)
+        if identity != self._identity:
+            self._decoders.clear()
+            self._identity = identity
+        batch_size = self.cache.batch_size
+        if batch_size not in self._decoders:
+            self._decoders[batch_size] = DecodeGraph(
+                model, batch_size, cache=self.cache, workspace=self.workspace
+            )
+        self.decoder = self._decoders[batch_size]
+
+    def close(self) -> None:
+        """Ends the generation; the state is free for the next one."""
+        if self.decoder is not None:
+            self.decoder.finish()
+        if self._owner is not None:
+            self._owner.give_back(self)
+
+
+class GpuStates:
+    """The idle states of one model. Generations that overlap get a state each."""
+
+    def __init__(self) -> None:
+        self._idle: list[GpuState] = []
+
+    def take(self, model: Any, batch_size: int, max_positions: int) -> GpuState:
+        """A state with room for the model's own ``max_seq_len`` or more, so that it need not grow again."""
+        positions = max(max_positions, model.max_seq_len)
+        while self._idle:
+            state = self._idle.pop()
+            if state.fits(model):
+                state.ensure(batch_size, positions)
+                return state
+        return GpuState(model, batch_size, positions, self)
+
+    def give_back(self, state: GpuState) -> None:
+        self._idle.append(state)
+
+    def clear(self) -> None:
+        """Frees the memory of all idle states."""
+        self._idle.clear()
+
+    def __deepcopy__(self, memo: dict) -> "GpuStates":
+        return GpuStates()
+
+    def __reduce__(self) -> tuple:
+        return GpuStates, ()
+
+
+def _identity(model: Transformer) -> tuple:
+    """Changes when a tensor of the model has moved or its numerics or a layout was changed."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    addresses = tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors)
+    return addresses, model.lm_head.activations

@@ -1,0 +1,189 @@
+"""DecodeGraph: the decode step of a batch and the choice of its next tokens, captured once and replayed."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from realizar_torch.errors import BackendUnavailableError
+from realizar_torch.generation.gpu_step import GpuStep, why_not
+from realizar_torch.generation.sampling import SamplingParams, sample
+from realizar_torch.generation.workspace import Workspace
+from realizar_torch.nn.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class GraphStats:
+    """captures: graphs made. graph_replays, eager_steps: steps issued so far, by kind. fallback: why there is
+    no graph although one was wanted, or None."""
+
+    captures: int
+    graph_replays: int
+    eager_steps: int
+    fallback: str | None
+
+
+class DecodeGraph:
+    """Steps of ``batch_size`` sequences that run ahead of the host; nothing in a step waits for it.
+
+    Fill ``cache`` by a forward pass of the model, call ``begin`` with the last logits, then ``issue`` a step
+    and ``read`` the tokens of the one before. Each set of sampling parameters has a graph of its own. It
+    holds addresses of the model's weights, the cache and the workspace: make a new one when any has moved.
+
+    max_seq_len: positions of the cache; None is the model's own. BackendUnavailableError where the step
+    cannot run on GPU kernels.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        batch_size: int,
+        *,
+        max_seq_len: int | None = None,
+        cache: KVCache | None = None,
+        workspace: Workspace | None = None,
+    ) -> None:
+        config = model.config
+        if cache is None:
+            cache = KVCache(
+                config, batch_size, max_seq_len or model.max_seq_len, device=model.device, dtype=model.dtype
+            )
+        if workspace is None:
+            workspace = Workspace.for_model(config, batch_size, device=model.device)
+        reason = why_not(model, cache)
+        if reason is not None:
+            raise BackendUnavailableError(f"no decode graph: {reason}")
+        self.cache, self.step = cache, GpuStep(model, cache, workspace)
+        device = self.step.tokens.device
+        self._graphs: dict[SamplingParams, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._uniform = torch.zeros(batch_size, 1, dtype=torch.float64, device=device)
+        self._marks = torch.zeros(batch_size, config.vocab_size, dtype=torch.bool, device=device)
+        # The host reads a step's tokens while the next step runs, so there are two places for them.
+        self._host_tokens = torch.zeros(2, batch_size, dtype=torch.int64, pin_memory=True)
+        self._sent = (torch.cuda.Event(), torch.cuda.Event())
+        self._issued = self._read = 0
+        self._sampling = SamplingParams()
+        self._generator: torch.Generator | None = None
+        self._wanted: bool | str = "auto"
+        self._captures = self._replays = self._eager_steps = 0
+        self._fallback: str | None = None
+
+    @property
+    def stats(self) -> GraphStats:
+        return GraphStats(self._captures, self._replays, self._eager_steps, self._fallback)
+
+    def begin(
+        self,
+        logits: Tensor,
+        sampling: SamplingParams | None = None,
+        seen: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        cuda_graph: bool | str = "auto",
+    ) -> None:
+        """Chooses the first tokens from ``logits`` fp32 [B, V]; ``read`` gives them.
+
+        seen: bool [B, V], tokens that a repetition penalty acts on. cuda_graph: False issues the same
+        launches one by one; True makes a failed capture an error.
+        """
+        self._sampling, self._generator = sampling or SamplingParams(), generator
+        self._wanted = cuda_graph
+        if seen is not None:
+            self._marks.copy_(seen)
+        self._issued = self._read = 0
+        self._draw()
+        self._choose(logits, self._sampling)
+        self._send()
+
+    def issue(self) -> None:
+        """Starts the step behind the last one. CacheFullError where the cache has no free position."""
+        self.cache.require(1)
+        self.step.place()
+        graph = self._graph() if self._wanted is not False else None
+        self._draw()
+        if graph is None:
+            self._work(self._sampling)
+            self._eager_steps += 1
+        else:
+            graph.replay()
+            self._replays += 1
+        self.step.advance()
+        self._send()
+
+    def read(self) -> list[int]:
+        """Tokens of the oldest step not read yet, -1 where a row's logits were not finite. Waits for it."""
+        slot = self._read % 2
+        self._sent[slot].synchronize()
+        self._read += 1
+        return self._host_tokens[slot].tolist()
+
+    def finish(self) -> None:
+        """Waits for the steps that were issued and not read."""
+        if self._issued:
+            self._sent[(self._issued - 1) % 2].synchronize()
+
+    def _work(self, sampling: SamplingParams) -> None:
+        """What a graph holds: tokens -> logits -> next tokens."""
+        self.step.launch()
+        self._choose(self.step.logits, sampling)
+
+    def _choose(self, logits: Tensor, sampling: SamplingParams) -> None:
+        penalized = sampling.repetition_penalty != 1
+        tokens = sample(logits, sampling, self._marks if penalized else None, None, uniform=self._uniform)
+        self.step.tokens.copy_(tokens)
+        if penalized:
+            self._marks.scatter_(1, tokens.clamp_min(0).unsqueeze(1), True)
+
+    def _draw(self) -> None:
+        """The random numbers of a step, drawn in front of it: a graph then needs no generator of its own."""
+        if not self._sampling.greedy:
+            torch.rand(self._uniform.shape, dtype=torch.float64, generator=self._generator, out=self._uniform)
+
+    def _send(self) -> None:
+        slot = self._issued % 2
+        self._host_tokens[slot].copy_(self.step.tokens, non_blocking=True)
+        self._sent[slot].record()
+        self._issued += 1
+
+    def _graph(self) -> torch.cuda.CUDAGraph | None:
+        """The graph for the sampling in use, captured on first use; None after a capture has failed."""
+        graph = self._graphs.get(self._sampling)
+        if graph is None and self._fallback is None:
+            try:
+                graph = self._graphs[self._sampling] = self._capture(self._sampling)
+            except RuntimeError as error:
+                self._fallback = str(error).splitlines()[0]
+                # the failed capture's memory goes with its pool
+                self._pool = torch.cuda.graph_pool_handle()
+                if self._wanted is not True:
+                    warnings.warn(
+                        f"no CUDA graph, decoding runs step by step: {self._fallback}", stacklevel=4
+                    )
+        if graph is None and self._wanted is True:
+            raise BackendUnavailableError(f"cuda_graph=True, but the capture failed: {self._fallback}")
+        return graph
+
+    def _capture(self, sampling: SamplingParams) -> torch.cuda.CUDAGraph:
+        """Runs the step once, so that everything is compiled, puts its state back, and captures it."""
+        states = (self.step.tokens, self.step.counters, self._marks)
+        with torch.cuda.device(self.step.tokens.device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                saved = [state.clone() for state in states]
+                self._work(sampling)
+                for state, value in zip(states, saved, strict=True):
+                    state.copy_(value)
+            current.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # other threads may allocate meanwhile
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                self._work(sampling)
+        self._captures += 1
+        return graph
