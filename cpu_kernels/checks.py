@@ -15,6 +15,11 @@ def check_tensor(
     """A CPU tensor of ``dtype`` with ``shape`` (None: any size), contiguous unless that is waived."""
     if tensor.device.type != "cpu":
         raise FormatError(f"{name} is on {tensor.device}, expected a CPU tensor; move it with .cpu()")
+    if tensor.numel() and not _has_memory(tensor):
+        raise FormatError(
+            f"{name} is a {type(tensor).__name__} without memory, as tracing makes them, expected numbers; "
+            "call the ops of realizar_torch.ops, which can be traced"
+        )
     if tensor.dtype != dtype:
         raise FormatError(f"{name} is {tensor.dtype}, expected {dtype}; convert it first")
     found = tuple(tensor.shape)
@@ -25,6 +30,14 @@ def check_tensor(
         raise FormatError(
             f"{name} has strides {tensor.stride()}, expected contiguous memory; call .contiguous()"
         )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0
+    # wrapped tensors of torch.func and torch.compile
+    except RuntimeError:
+        return False
 
 
 def check_weight(name: str, weight: Tensor, fmt: str, in_features: int) -> BlockFormat:

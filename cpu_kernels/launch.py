@@ -22,9 +22,10 @@ from realizar_torch.cpu_kernels.memory import store_i64
 from realizar_torch.cpu_kernels.program import GELU_TANH, SILU
 from realizar_torch.cpu_kernels.quantize import BLOCK, quantize_vectors
 from realizar_torch.cpu_kernels.rows_of_table import decode_table_rows
-from realizar_torch.cpu_kernels.vectors import Quantized, QuantizedRows, Vectors, check_vectors
+from realizar_torch.cpu_kernels.vectors import Vectors, check_vectors
 from realizar_torch.errors import FormatError
 from realizar_torch.formats import get_packed_format
+from realizar_torch.reference import QuantizedActivations
 
 # Below this many products, waking threads costs more than they save (about 15 µs of one thread's work).
 SERIAL_WORK = 1 << 17
@@ -58,14 +59,14 @@ def matmul(x: Tensor, weight: Tensor, fmt: str, in_features: int) -> Tensor:
     return _product(None, x, weight, fmt, in_features, None)
 
 
-def matmul_int8(qx: Quantized, weight: Tensor, fmt: str) -> Tensor:
+def matmul_int8(qx: QuantizedActivations, weight: Tensor, fmt: str) -> Tensor:
     """Quantized activations [M, Kp] times ``decode(weight).T`` → fp32 [M, N]."""
     return _product(None, qx, weight, fmt, qx.in_features, None)
 
 
 def matvec_into(
     out: Tensor,
-    x: Tensor | Quantized,
+    x: Tensor | QuantizedActivations,
     weight: Tensor,
     fmt: str,
     in_features: int,
@@ -79,7 +80,7 @@ def matvec_into(
 
 
 def gate_up(
-    x: Tensor | Quantized,
+    x: Tensor | QuantizedActivations,
     gate_weight: Tensor,
     gate_fmt: str,
     up_weight: Tensor,
@@ -121,7 +122,7 @@ def gate_up(
     return out
 
 
-def quantize_activations(x: Tensor, fmt: str) -> QuantizedRows:
+def quantize_activations(x: Tensor, fmt: str) -> QuantizedActivations:
     """fp32 ``x [M, K]`` → int8 blocks of 32, K padded to whole blocks of ``fmt``, for all its consumers."""
     check_tensor("x", x, torch.float32, (None, None), contiguous=False)
     x, (count, width) = x.contiguous(), x.shape
@@ -131,7 +132,7 @@ def quantize_activations(x: Tensor, fmt: str) -> QuantizedRows:
     scale, sums = torch.empty(count, padded // BLOCK), torch.empty(count, 2 * padded // BLOCK)
     addresses = (q.data_ptr(), scale.data_ptr(), sums.data_ptr())
     pool.run(quantize_vectors, threads_for(count * padded), x.data_ptr(), count, width, padded, *addresses)
-    return QuantizedRows(q, scale, sums, width)
+    return QuantizedActivations(q, scale, sums, width)
 
 
 def dequantize(weight: Tensor, fmt: str, in_features: int) -> Tensor:
@@ -152,7 +153,7 @@ def embedding(ids: Tensor, weight: Tensor, fmt: str, embedding_dim: int) -> Tens
 
 def _product(
     out: Tensor | None,
-    x: Tensor | Quantized,
+    x: Tensor | QuantizedActivations,
     weight: Tensor,
     fmt: str,
     in_features: int,

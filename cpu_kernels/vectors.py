@@ -1,7 +1,7 @@
 """The vectors that weights are multiplied by, fp32 or int8: checked, and as addresses for kernels."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,28 +11,7 @@ from realizar_torch.cpu_kernels.checks import check_tensor
 from realizar_torch.cpu_kernels.quantize import BLOCK
 from realizar_torch.errors import FormatError
 from realizar_torch.formats import get_packed_format
-
-
-class Quantized(Protocol):
-    """int8 activations: ``q`` [M, Kp], fp32 ``scale`` [M, Kp / 32] and ``sums`` [M, Kp / 16]."""
-
-    @property
-    def q(self) -> Tensor: ...
-    @property
-    def scale(self) -> Tensor: ...
-    @property
-    def sums(self) -> Tensor: ...
-    @property
-    def in_features(self) -> int: ...
-
-
-class QuantizedRows(NamedTuple):
-    """What ``launch.quantize_activations`` gives; the fields of ``reference.QuantizedActivations``."""
-
-    q: Tensor
-    scale: Tensor
-    sums: Tensor
-    in_features: int
+from realizar_torch.reference import QuantizedActivations
 
 
 class Vectors(NamedTuple):
@@ -46,7 +25,7 @@ class Vectors(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
-def check_vectors(x: Tensor | Quantized, fmts: Sequence[str], in_features: int) -> Vectors:
+def check_vectors(x: Tensor | QuantizedActivations, fmts: Sequence[str], in_features: int) -> Vectors:
     """Checked fp32 [M, in_features], or quantized vectors padded to the blocks of every format."""
     if isinstance(x, Tensor):
         check_tensor("x", x, torch.float32, (None, in_features), contiguous=False)

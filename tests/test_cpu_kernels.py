@@ -1,5 +1,6 @@
 """The CPU kernel launchers against the oracle: formats, numerics, probes, odd shapes, bad arguments."""
 
+import dataclasses
 import mmap
 
 import pytest
@@ -306,7 +307,7 @@ def test_launchers_refuse_wrong_arguments():
             launch.quantize_activations(x[:, :300], "Q4_0"), random_blocks("Q4_K", 8, 300), "Q4_K"
         )
     with pytest.raises(FormatError, match="scale has shape"):
-        launch.matmul_int8(qx._replace(scale=qx.scale[:, :5].contiguous()), weight, "Q4_K")
+        launch.matmul_int8(dataclasses.replace(qx, scale=qx.scale[:, :5].contiguous()), weight, "Q4_K")
     with pytest.raises(FormatError, match="in_features is 0"):
         launch.dequantize(weight, "Q4_K", 0)
     for ids in ([0, 8], [-1]):
