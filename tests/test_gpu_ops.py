@@ -117,12 +117,12 @@ def test_norm_linear_equals_norm_then_linear(normalization, activations, batch):
 def test_shared_quantized_activations_equal_separate_calls():
     for batch in (3, 9):
         x, weight, _ = case("Q4_K", batch)
-        qx = cuda.quantize_activations(x, "Q4_K")
+        q, scale, sums = cuda.quantize_activations(x, "Q4_K")
         expected = reference.quantize_activations(x, "Q4_K", torch.device(DEVICE))
-        assert torch.equal(qx.q, expected.q)
-        y = cuda.linear_quantized(qx, weight, "Q4_K", 300)
+        assert torch.equal(q, expected.q)
+        y = cuda.linear_quantized(q, scale, sums, weight, "Q4_K", 300)
         reference_y = reference.linear_int8(expected, weight, "Q4_K", 300).double()
-        seen = (qx.q.double().unflatten(-1, (-1, 32)) * qx.scale.double()[..., None]).flatten(-2)[:, :300]
+        seen = (q.double().unflatten(-1, (-1, 32)) * scale.double()[..., None]).flatten(-2)[:, :300]
         decoded = reference.dequantize(weight, "Q4_K", 300, torch.float64)
         tolerance = int8_kernel_tolerance(seen, decoded) + float_tolerance(seen.float(), decoded)
         assert_within(y, reference_y, tolerance)

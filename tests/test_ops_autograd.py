@@ -90,6 +90,12 @@ def _op_calls(batch: tuple[int, ...]) -> list[tuple[torch._ops.OpOverload, tuple
         (OPS.dequantize.default, (weight, "Q4_K", 300), {"dtype": torch.bfloat16}),
         (OPS.norm_linear.default, (x, scale, shift, weight, "Q4_K", 300, bias), norm),
         (OPS.norm_linear.default, (strided, scale, None, torch.randn(7, 300), None, 300), norm),
+        (OPS.quantize_activations.default, (strided.detach(), "Q4_K"), {}),
+        (
+            OPS.linear_quantized.default,
+            (*OPS.quantize_activations(x.detach(), "Q4_K"), weight, "Q4_K", 300, bias.detach()),
+            {},
+        ),
     ]
 
 

@@ -1,5 +1,6 @@
 """Wrong arguments of the ops: our error, naming found and expected; and what happens without Numba."""
 
+import dataclasses
 import subprocess
 import sys
 import textwrap
@@ -11,7 +12,7 @@ from cases import random_blocks
 from realizar_torch import ops
 from realizar_torch.errors import FormatError
 from realizar_torch.formats import Q4_K
-from realizar_torch.ops import portable, torch_kernels
+from realizar_torch.ops import portable
 
 WEIGHT = random_blocks("Q4_K", 4, 300)
 X = torch.ones(2, 300)
@@ -102,6 +103,25 @@ def test_quantize_activations(x: torch.Tensor) -> None:
         ops.quantize_activations(x, "Q8_0")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"q": torch.zeros(2, 512)},
+            r"q is torch.float32 \[2, 512\], expected torch.int8 and shape \[2, 512\]",
+        ),
+        ({"scale": torch.ones(2, 15)}, r"scale is torch.float32 \[2, 15\], expected .* shape \[2, 16\]"),
+        ({"sums": torch.ones(1, 32)}, r"sums is torch.float32 \[1, 32\], .*ops.quantize_activations"),
+        ({"in_features": 299}, "activations have 299 features, the weight has 300"),
+        ({"scale": torch.ones(2, 16, device="meta")}, "x is on cpu, scale is on meta"),
+    ],
+)
+def test_quantized_activations_that_somebody_built(change: dict, message: str) -> None:
+    qx = dataclasses.replace(ops.quantize_activations(X, "Q4_K"), **change)
+    with pytest.raises(FormatError, match=message):
+        ops.linear(qx, WEIGHT, "Q4_K", 300)
+
+
 def test_a_refused_call_leaves_the_ops_usable() -> None:
     with pytest.raises(FormatError):
         ops.linear(X[:, :5], WEIGHT, "Q4_K", 300)
@@ -146,7 +166,9 @@ def test_without_numba_torch_ops_run_with_one_warning() -> None:
 
 def test_a_device_without_kernels_is_named_once() -> None:
     portable._warn.cache_clear()
-    with pytest.warns(UserWarning, match="no kernels for xpu devices") as caught:
-        assert portable.kernels("xpu") is torch_kernels
-        assert portable.kernels("xpu") is torch_kernels
+    one = portable._implementation(lambda kernels: torch.empty(1, device="meta"))
+    several = portable._implementation(lambda kernels: (torch.empty(1, device="meta"),) * 3)
+    with pytest.warns(UserWarning, match="no kernels for meta devices") as caught:
+        assert len(several()) == 3
+        assert one().is_meta
     assert len(caught) == 1

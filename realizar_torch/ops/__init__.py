@@ -2,15 +2,22 @@
 
 Packed weights are ``uint8 [rows, row_bytes]`` and ``fmt`` names their format ("Q4_K"); rows are padded to
 whole blocks. Float types only; float64 inputs are computed in float64, all others with float32 accumulation.
-Complaints are FormatErrors. Gradients flow to inputs, biases and norm weights; packed weights are frozen.
+Complaints are FormatErrors. Packed weights are frozen; derivatives flow to inputs, biases and norm weights,
+in reverse and forward mode and under ``torch.func``. Under ``torch.autocast`` products cast as ``nn.Linear``
+does, and norms stay in float32.
 """
 
 import torch
 from torch import Tensor
 
 # imported for their registrations
+from realizar_torch.errors import FormatError
+from realizar_torch.ops import autocast as autocast
 from realizar_torch.ops import autograd as autograd
-from realizar_torch.ops import bodies, cpu, cuda, portable
+from realizar_torch.ops import cpu as cpu
+from realizar_torch.ops import cuda as cuda
+from realizar_torch.ops import derivatives
+from realizar_torch.ops import portable as portable
 from realizar_torch.reference import QuantizedActivations
 
 __all__ = [
@@ -36,23 +43,37 @@ def linear(
     """``x [..., in_features] @ decode(weight).T + bias`` → ``[..., rows]`` in the dtype of ``x``.
 
     ``activations="int8"`` quantizes ``x`` in blocks of 32 first (float32 result, then cast); its gradient
-    passes the rounding straight through. ``QuantizedActivations`` in place of ``x`` give float32, no grad.
+    passes the rounding straight through. ``QuantizedActivations`` in place of ``x`` give float32 (under
+    autocast too) and no derivative: a bias that requires one is refused.
     """
     if isinstance(x, QuantizedActivations):
-        if x.q.is_cuda:
-            return cuda.linear_quantized(x, weight, fmt, in_features, bias, layout=layout)
-        kernels = _kernels(x.q.device)
-        return bodies.linear_quantized(kernels, x, weight, fmt, in_features, bias, layout=layout)
+        if x.in_features != in_features:
+            raise FormatError(f"activations have {x.in_features} features, the weight has {in_features}")
+        if derivatives.wanted(x.scale, x.sums, bias):
+            raise FormatError(
+                "a product of quantized activations has no derivative, and the bias or the activations "
+                'require one; pass x itself with activations="int8", or call it under torch.no_grad()'
+            )
+        return torch.ops.realizar_torch.linear_quantized(
+            x.q, x.scale, x.sums, weight, fmt, in_features, bias, layout=layout
+        )
     return torch.ops.realizar_torch.linear(
         x, weight, fmt, in_features, bias, activations=activations, layout=layout
     )
 
 
 def quantize_activations(x: Tensor, fmt: str) -> QuantizedActivations:
-    """Quantize ``x [..., K]`` once for all weights of ``fmt`` (or of formats with the same padded K)."""
-    if x.is_cuda:
-        return cuda.quantize_activations(x, fmt)
-    return bodies.quantize_activations(_kernels(x.device), x, fmt)
+    """Quantize ``x [..., K]`` once for all weights of ``fmt`` (or of formats with the same padded K).
+
+    There is no derivative: ``x`` that requires one is refused.
+    """
+    if derivatives.wanted(x):
+        raise FormatError(
+            "quantized activations have no derivative, and x requires one; use linear(x, ..., "
+            'activations="int8"), whose gradient passes the rounding straight through, or x.detach()'
+        )
+    q, scale, sums = torch.ops.realizar_torch.quantize_activations(x, fmt)
+    return QuantizedActivations(q, scale, sums, x.shape[-1])
 
 
 def embedding(
@@ -107,7 +128,3 @@ def norm_linear(
         activations=activations,
         layout=layout,
     )
-
-
-def _kernels(device: torch.device) -> bodies.Kernels:
-    return cpu.kernels() if device.type == "cpu" else portable.kernels(device.type)

@@ -1,17 +1,17 @@
 """What each op does, once for all devices: check, call kernel launchers, round to the output dtype."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 
 from realizar_torch.errors import FormatError
-from realizar_torch.formats import get_packed_format
 from realizar_torch.ops import checks, torch_kernels
+from realizar_torch.ops.arguments import NormLinear
 from realizar_torch.ops.normalization import compute_dtype, normalize
 from realizar_torch.reference import QuantizedActivations
 
-OPS = ("linear", "embedding", "dequantize", "norm_linear")
+OPS = ("linear", "embedding", "dequantize", "norm_linear", "quantize_activations", "linear_quantized")
 
 
 class Kernels(Protocol):
@@ -54,7 +54,9 @@ def linear(
 
 def linear_quantized(
     kernels: Kernels,
-    qx: QuantizedActivations,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    sums: torch.Tensor,
     weight: torch.Tensor,
     fmt: str,
     in_features: int,
@@ -63,23 +65,21 @@ def linear_quantized(
     layout: str = "ggml",
 ) -> torch.Tensor:
     """``linear`` of activations that are quantized already, ``q [..., Kp]`` → float32 [..., N]."""
-    spec = checks.check_weight(weight, fmt, in_features, layout)
-    checks.check_quantized(qx, spec, in_features)
-    checks.check_vector("bias", bias, weight.shape[0])
-    checks.check_devices(x=qx.q, weight=weight, bias=bias)
+    checks.check_linear_quantized(q, scale, sums, weight, fmt, in_features, bias, layout)
     _require_canonical(layout, weight.device)
-    flat = QuantizedActivations(_matrix(qx.q), _matrix(qx.scale), _matrix(qx.sums), in_features)
+    flat = QuantizedActivations(_matrix(q), _matrix(scale), _matrix(sums), in_features)
     y = _add_bias(kernels.matmul_int8(flat, weight.contiguous(), fmt), bias)
-    return y.reshape(*qx.q.shape[:-1], weight.shape[0])
+    return y.reshape(*q.shape[:-1], weight.shape[0])
 
 
-def quantize_activations(kernels: Kernels, x: torch.Tensor, fmt: str) -> QuantizedActivations:
+def quantize_activations(
+    kernels: Kernels, x: torch.Tensor, fmt: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``x [..., K]`` → ``q [..., Kp]``, ``scale [..., Kp/32]``, ``sums [..., Kp/16]``."""
-    spec = get_packed_format(fmt)
-    checks.check_features(x)
-    flat = kernels.quantize_activations(_matrix(x.detach()).to(torch.float32), spec.name)
+    spec = checks.check_features(x, fmt)
+    flat = kernels.quantize_activations(_matrix(x).to(torch.float32), spec.name)
     q, scale, sums = (part.reshape(*x.shape[:-1], part.shape[-1]) for part in (flat.q, flat.scale, flat.sums))
-    return QuantizedActivations(q, scale, sums, x.shape[-1])
+    return q, scale, sums
 
 
 def embedding(
@@ -121,32 +121,19 @@ def dequantize(
     return values
 
 
-def norm_linear(
-    kernels: Kernels,
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_bias: torch.Tensor | None,
-    weight: torch.Tensor,
-    fmt: str | None,
-    in_features: int,
-    bias: torch.Tensor | None = None,
-    *,
-    normalization: str,
-    eps: float,
-    activations: str = "float",
-    layout: str = "ggml",
-) -> torch.Tensor:
-    checks.check_norm_linear(
-        x, norm_weight, norm_bias, weight, fmt, in_features, bias, normalization, activations, layout
-    )
-    normed = normalize(x.reshape(-1, in_features), norm_weight, norm_bias, normalization, eps)
-    if fmt is None:
+def norm_linear(kernels: Kernels, *args: Any, **kwargs: Any) -> torch.Tensor:
+    call = NormLinear(*args, **kwargs)
+    checks.check_norm_linear(call)
+    x, weight, bias = call.x, call.weight, call.bias
+    rows = x.reshape(-1, call.in_features)
+    normed = normalize(rows, call.norm_weight, call.norm_bias, call.normalization, call.eps)
+    if call.fmt is None:
         y = functional.linear(
             normed.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype)
         )
     else:
-        _require_canonical(layout, x.device)
-        y = _product(kernels, normed, weight, fmt, bias, activations)
+        _require_canonical(call.layout, x.device)
+        y = _product(kernels, normed, weight, call.fmt, bias, call.activations)
     return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 

@@ -6,9 +6,10 @@ import torch
 
 from realizar_torch.errors import FormatError
 from realizar_torch.formats import BlockFormat, get_packed_format
+from realizar_torch.ops.arguments import NormLinear
 from realizar_torch.ops.normalization import NORMALIZATIONS
 from realizar_torch.packing import check_layout
-from realizar_torch.reference import QuantizedActivations
+from realizar_torch.reference import ACTIVATION_BLOCK
 
 ACTIVATIONS = ("float", "int8")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -54,23 +55,36 @@ def check_input(x: torch.Tensor, in_features: int) -> None:
         raise FormatError(f"input has shape {_shape(x)}, expected last dimension {in_features} (in_features)")
 
 
-def check_features(x: torch.Tensor) -> None:
-    """A float ``[..., K]`` input, K at least 1."""
+def check_features(x: torch.Tensor, fmt: str) -> BlockFormat:
+    """The format, if ``x`` is a float ``[..., K]`` input, K at least 1."""
+    spec = get_packed_format(fmt)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise FormatError(f"input has shape {_shape(x)}; expected at least one feature")
     check_input(x, x.shape[-1])
+    return spec
 
 
-def check_quantized(qx: QuantizedActivations, spec: BlockFormat, in_features: int) -> None:
-    """Quantized activations whose length and padding fit a weight of ``in_features`` columns of ``spec``."""
-    if qx.in_features != in_features:
-        raise FormatError(f"activations have {qx.in_features} features, the weight has {in_features}")
-    expected = spec.blocks(in_features) * spec.block_size
-    if qx.q.shape[-1] != expected:
+def check_quantized(
+    q: torch.Tensor, scale: torch.Tensor, sums: torch.Tensor, spec: BlockFormat, in_features: int
+) -> None:
+    """Quantized activations whose padding fits a weight of ``in_features`` columns of ``spec``."""
+    width = spec.blocks(in_features) * spec.block_size
+    if q.ndim and q.shape[-1] != width:
         raise FormatError(
-            f"activations are padded to {qx.q.shape[-1]} values, but {spec.name} needs {expected}; "
+            f"activations are padded to {q.shape[-1]} values, but {spec.name} needs {width}; "
             f"quantize them for {spec.name}"
         )
+    blocks = width // ACTIVATION_BLOCK
+    for name, part, dtype, length in (
+        ("q", q, torch.int8, width),
+        ("scale", scale, torch.float32, blocks),
+        ("sums", sums, torch.float32, 2 * blocks),
+    ):
+        if part.dtype != dtype or part.shape != (*q.shape[:-1], length):
+            raise FormatError(
+                f"{name} is {part.dtype} {_shape(part)}, expected {dtype} and shape "
+                f"{[*q.shape[:-1], length]}, as ops.quantize_activations gives it"
+            )
 
 
 def check_vector(name: str, vector: torch.Tensor | None, length: int) -> None:
@@ -116,6 +130,24 @@ def check_linear(
     return spec
 
 
+def check_linear_quantized(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    sums: torch.Tensor,
+    weight: torch.Tensor,
+    fmt: str,
+    in_features: int,
+    bias: torch.Tensor | None,
+    layout: str,
+) -> BlockFormat:
+    """Everything about ``realizar_torch::linear_quantized``."""
+    spec = check_weight(weight, fmt, in_features, layout)
+    check_quantized(q, scale, sums, spec, in_features)
+    check_vector("bias", bias, weight.shape[0])
+    check_devices(x=q, scale=scale, sums=sums, weight=weight, bias=bias)
+    return spec
+
+
 def check_embedding(
     ids: torch.Tensor, weight: torch.Tensor, fmt: str, embedding_dim: int, dtype: torch.dtype, layout: str
 ) -> None:
@@ -135,32 +167,24 @@ def check_dequantize(
         raise FormatError(f"output dtype is {dtype}, expected one of {', '.join(map(str, FLOATS))}")
 
 
-def check_norm_linear(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_bias: torch.Tensor | None,
-    weight: torch.Tensor,
-    fmt: str | None,
-    in_features: int,
-    bias: torch.Tensor | None,
-    normalization: str,
-    activations: str,
-    layout: str,
-) -> None:
+def check_norm_linear(call: NormLinear) -> None:
     """Everything about ``realizar_torch::norm_linear``."""
-    if fmt is None:
+    x, weight, in_features = call.x, call.weight, call.in_features
+    if call.fmt is None:
         check_dense_weight(weight, in_features)
-        if activations != "float":
-            raise FormatError(f"activations={activations!r} needs a packed weight; a dense one takes 'float'")
+        if call.activations != "float":
+            raise FormatError(
+                f"activations={call.activations!r} needs a packed weight; a dense one takes 'float'"
+            )
     else:
-        check_weight(weight, fmt, in_features, layout)
-        check_choice("activations", activations, ACTIVATIONS)
+        check_weight(weight, call.fmt, in_features, call.layout)
+        check_choice("activations", call.activations, ACTIVATIONS)
     check_input(x, in_features)
-    check_choice("normalization", normalization, NORMALIZATIONS)
-    check_vector("norm_weight", norm_weight, in_features)
-    check_vector("norm_bias", norm_bias, in_features)
-    check_vector("bias", bias, weight.shape[0])
-    check_devices(x=x, weight=weight, bias=bias, norm_weight=norm_weight, norm_bias=norm_bias)
+    check_choice("normalization", call.normalization, NORMALIZATIONS)
+    check_vector("norm_weight", call.norm_weight, in_features)
+    check_vector("norm_bias", call.norm_bias, in_features)
+    check_vector("bias", call.bias, weight.shape[0])
+    check_devices(x=x, weight=weight, bias=call.bias, norm_weight=call.norm_weight, norm_bias=call.norm_bias)
 
 
 def _shape(tensor: torch.Tensor) -> str:

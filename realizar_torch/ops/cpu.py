@@ -5,8 +5,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from realizar_torch.ops import bodies, torch_kernels
 from realizar_torch.ops.library import LIBRARY
 
@@ -30,8 +28,8 @@ def kernels() -> bodies.Kernels:
     return torch_kernels
 
 
-def _implementation(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(*args: Any, **kwargs: Any) -> Tensor:
+def _implementation(body: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
         return body(kernels(), *args, **kwargs)
 
     return run

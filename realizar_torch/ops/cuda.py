@@ -13,9 +13,10 @@ from torch import Tensor
 
 from realizar_torch.formats import BlockFormat, get_packed_format
 from realizar_torch.ops import bodies, checks, torch_kernels
+from realizar_torch.ops.arguments import NormLinear
 from realizar_torch.ops.library import LIBRARY
 from realizar_torch.ops.normalization import normalize
-from realizar_torch.reference import ACTIVATION_BLOCK, QuantizedActivations
+from realizar_torch.reference import ACTIVATION_BLOCK
 
 # More rows than this leave the memory limit of a matvec; the kernels take no more.
 MATVEC_ROWS = 8
@@ -61,7 +62,9 @@ def linear(
 
 
 def linear_quantized(
-    qx: QuantizedActivations,
+    q: Tensor,
+    scale: Tensor,
+    sums: Tensor,
     weight: Tensor,
     fmt: str,
     in_features: int,
@@ -70,14 +73,9 @@ def linear_quantized(
     layout: str = "ggml",
 ) -> Tensor:
     """``linear`` of activations that are quantized already, ``q [..., Kp]`` → float32 [..., N]."""
-    if problem() is not None:
-        return bodies.linear_quantized(torch_kernels, qx, weight, fmt, in_features, bias, layout=layout)
-    spec = checks.check_weight(weight, fmt, in_features, layout)
-    checks.check_quantized(qx, spec, in_features)
-    checks.check_vector("bias", bias, weight.shape[0])
-    checks.check_devices(x=qx.q, weight=weight, bias=bias)
-    weight = _addressable(weight)
-    q, scale, sums = (part.reshape(-1, part.shape[-1]).contiguous() for part in (qx.q, qx.scale, qx.sums))
+    spec = checks.check_linear_quantized(q, scale, sums, weight, fmt, in_features, bias, layout)
+    lead, weight = q.shape[:-1], _addressable(weight)
+    q, scale, sums = (part.reshape(-1, part.shape[-1]).contiguous() for part in (q, scale, sums))
     if q.shape[0] <= MATVEC_ROWS:
         from realizar_torch.triton_kernels.matvec import matvec_int8
 
@@ -85,20 +83,17 @@ def linear_quantized(
     else:
         x = q.to(torch.float32) * scale.repeat_interleave(ACTIVATION_BLOCK, -1)
         y = _matmul(x[:, :in_features], weight, spec, bias, layout)
-    return y.view(*qx.q.shape[:-1], weight.shape[0])
+    return y.view(*lead, weight.shape[0])
 
 
-def quantize_activations(x: Tensor, fmt: str) -> QuantizedActivations:
+def quantize_activations(x: Tensor, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
     """``x [..., K]`` → ``q [..., Kp]``, ``scale [..., Kp/32]``, ``sums [..., Kp/16]``."""
-    if problem() is not None:
-        return bodies.quantize_activations(torch_kernels, x, fmt)
     from realizar_torch.triton_kernels import quantize
 
-    spec = get_packed_format(fmt)
-    checks.check_features(x)
-    parts = quantize.quantize_activations(_float(x.detach()), _padded(spec, x.shape[-1]))
+    spec = checks.check_features(x, fmt)
+    parts = quantize.quantize_activations(_float(x), _padded(spec, x.shape[-1]))
     q, scale, sums = (part.view(*x.shape[:-1], part.shape[-1]) for part in parts)
-    return QuantizedActivations(q, scale, sums, x.shape[-1])
+    return q, scale, sums
 
 
 def embedding(
@@ -123,56 +118,31 @@ def dequantize(
     return kernels.dequantize(_addressable(weight), fmt, in_features, computed, layout=layout).to(dtype)
 
 
-def norm_linear(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    weight: Tensor,
-    fmt: str | None,
-    in_features: int,
-    bias: Tensor | None = None,
-    *,
-    normalization: str,
-    eps: float,
-    activations: str = "float",
-    layout: str = "ggml",
-) -> Tensor:
+def norm_linear(*args: Any, **kwargs: Any) -> Tensor:
     """Two launches for up to eight rows: the norm (with the quantization), the product."""
-    if fmt is None:
-        return bodies.norm_linear(
-            torch_kernels,
-            x,
-            norm_weight,
-            norm_bias,
-            weight,
-            fmt,
-            in_features,
-            bias,
-            normalization=normalization,
-            eps=eps,
-            activations=activations,
-        )
-    checks.check_norm_linear(
-        x, norm_weight, norm_bias, weight, fmt, in_features, bias, normalization, activations, layout
-    )
-    spec, rows, weight = get_packed_format(fmt), x.reshape(-1, in_features), _addressable(weight)
+    call = NormLinear(*args, **kwargs)
+    if call.fmt is None:
+        return bodies.norm_linear(torch_kernels, *args, **kwargs)
+    checks.check_norm_linear(call)
+    x, bias, layout, in_features = call.x, call.bias, call.layout, call.in_features
+    spec, rows, weight = get_packed_format(call.fmt), x.reshape(-1, in_features), _addressable(call.weight)
     if _matvec_takes(rows):
         from realizar_torch.triton_kernels import matvec, quantize
 
-        norm = (rows, _float(norm_weight), _float(norm_bias))
-        if activations == "int8":
-            width = _padded(spec, in_features)
-            q = quantize.norm_quantize(*norm, width=width, normalization=normalization, eps=eps)
+        norm = (rows, _float(call.norm_weight), _float(call.norm_bias))
+        kind = {"normalization": call.normalization, "eps": call.eps}
+        if call.activations == "int8":
+            q = quantize.norm_quantize(*norm, width=_padded(spec, in_features), **kind)
             y = matvec.matvec_int8(
-                *q, weight, fmt, in_features, _float(bias), out_dtype=x.dtype, layout=layout
+                *q, weight, spec.name, in_features, _float(bias), out_dtype=x.dtype, layout=layout
             )
         else:
-            normed = quantize.normalize(*norm, normalization=normalization, eps=eps)
+            normed = quantize.normalize(*norm, **kind)
             y = x.new_empty(rows.shape[0], weight.shape[0])
-            matvec.matvec(normed, weight, fmt, in_features, _float(bias), out=y, layout=layout)
+            matvec.matvec(normed, weight, spec.name, in_features, _float(bias), out=y, layout=layout)
     else:
-        normed = normalize(rows, norm_weight, norm_bias, normalization, eps).to(x.dtype)
-        y = _matmul(normed, weight, spec, bias, layout)
+        normed = normalize(rows, call.norm_weight, call.norm_bias, call.normalization, call.eps)
+        y = _matmul(normed.to(x.dtype), weight, spec, bias, layout)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -219,8 +189,8 @@ def _warn_of_torch_ops() -> None:
     )
 
 
-def _implementation(own: Callable[..., Tensor], body: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(*args: Any, **kwargs: Any) -> Tensor:
+def _implementation(own: Callable[..., Any], body: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
         if problem() is None:
             return own(*args, **kwargs)
         _warn_of_torch_ops()
@@ -234,5 +204,7 @@ for _name, _own in (
     ("embedding", embedding),
     ("dequantize", dequantize),
     ("norm_linear", norm_linear),
+    ("quantize_activations", quantize_activations),
+    ("linear_quantized", linear_quantized),
 ):
     LIBRARY.impl(_name, _implementation(_own, getattr(bodies, _name)), "CUDA")

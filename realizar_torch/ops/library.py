@@ -1,10 +1,14 @@
-"""The op namespace ``realizar_torch``: four frozen schemas, and beside each the fake that tracing uses."""
+"""The op namespace ``realizar_torch``: frozen schemas, and beside each the fake that tracing uses."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import register_fake
 
 from realizar_torch.ops import checks
+from realizar_torch.ops.arguments import NormLinear
+from realizar_torch.reference import ACTIVATION_BLOCK
 
 LIBRARY = torch.library.Library("realizar_torch", "FRAGMENT")
 
@@ -64,21 +68,43 @@ LIBRARY.define(
 
 
 @register_fake("realizar_torch::norm_linear", lib=LIBRARY)
-def _norm_linear(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
+def _norm_linear(*args: Any, **kwargs: Any) -> Tensor:
+    call = NormLinear(*args, **kwargs)
+    checks.check_norm_linear(call)
+    return call.x.new_empty(*call.x.shape[:-1], call.weight.shape[0])
+
+
+LIBRARY.define("quantize_activations(Tensor x, str fmt) -> (Tensor, Tensor, Tensor)")
+
+
+@register_fake("realizar_torch::quantize_activations", lib=LIBRARY)
+def _quantize_activations(x: Tensor, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
+    spec = checks.check_features(x, fmt)
+    lead, blocks = x.shape[:-1], spec.blocks(x.shape[-1]) * spec.block_size // ACTIVATION_BLOCK
+    return (
+        x.new_empty(*lead, blocks * ACTIVATION_BLOCK, dtype=torch.int8),
+        x.new_empty(*lead, blocks, dtype=torch.float32),
+        x.new_empty(*lead, 2 * blocks, dtype=torch.float32),
+    )
+
+
+LIBRARY.define(
+    "linear_quantized(Tensor q, Tensor scale, Tensor sums, Tensor weight, str fmt, int in_features, "
+    'Tensor? bias=None, *, str layout="ggml") -> Tensor'
+)
+
+
+@register_fake("realizar_torch::linear_quantized", lib=LIBRARY)
+def _linear_quantized(
+    q: Tensor,
+    scale: Tensor,
+    sums: Tensor,
     weight: Tensor,
-    fmt: str | None,
+    fmt: str,
     in_features: int,
     bias: Tensor | None = None,
     *,
-    normalization: str,
-    eps: float,
-    activations: str = "float",
     layout: str = "ggml",
 ) -> Tensor:
-    checks.check_norm_linear(
-        x, norm_weight, norm_bias, weight, fmt, in_features, bias, normalization, activations, layout
-    )
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+    checks.check_linear_quantized(q, scale, sums, weight, fmt, in_features, bias, layout)
+    return scale.new_empty(*q.shape[:-1], weight.shape[0])

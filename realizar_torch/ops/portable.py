@@ -11,12 +11,6 @@ from realizar_torch.ops import bodies, torch_kernels
 from realizar_torch.ops.library import LIBRARY
 
 
-def kernels(device_type: str) -> bodies.Kernels:
-    """Torch launchers for any device, and the warning."""
-    _warn(device_type)
-    return torch_kernels
-
-
 @functools.cache
 def _warn(device_type: str) -> None:
     warnings.warn(
@@ -25,11 +19,11 @@ def _warn(device_type: str) -> None:
     )
 
 
-def _implementation(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(*args: Any, **kwargs: Any) -> Tensor:
+def _implementation(body: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
         result = body(torch_kernels, *args, **kwargs)
         # only now is it known that all arguments are on one device
-        _warn(result.device.type)
+        _warn((result if isinstance(result, Tensor) else result[0]).device.type)
         return result
 
     return run

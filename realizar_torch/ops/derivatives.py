@@ -1,0 +1,75 @@
+"""Derivative rules as dispatcher kernels, so that every mode of differentiation meets the same rule.
+
+``torch.library.register_autograd`` knows reverse mode alone: forward mode sees zeros without a word, and
+``torch.func`` an error from inside torch. It costs more per call, too.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from realizar_torch.ops.library import LIBRARY
+
+
+def register(
+    name: str,
+    save: Callable[..., None],
+    backward: Callable[..., tuple[Tensor | None, ...]],
+    jvp: Callable[..., Tensor],
+) -> None:
+    """Give ``realizar_torch::name`` its derivatives, as ``torch.autograd.Function`` states them.
+
+    ``save(ctx, *args, **kwargs)`` has the op's arguments, ``backward(ctx, grad)`` a gradient and
+    ``jvp(ctx, *tangents)`` a tangent for each positional one (trailing defaults may be left out).
+    """
+    op = getattr(torch.ops.realizar_torch, name).default
+
+    def below(keyset: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *arguments, (keyset, kwargs) = args
+        save(ctx, *arguments, **kwargs)
+        if not torch._C._are_functorch_transforms_active():
+            return below(keyset, tuple(arguments), kwargs)
+        # this call is an inner transform's, and the outer ones differentiate what lies below it
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return below(keyset, tuple(arguments), kwargs)
+
+    # the base of Function that torch.func itself uses, one level of transforms at a time
+    function: Any = type(
+        f"{name}_derivatives",
+        (torch.autograd.function._SingleLevelFunction,),
+        {
+            "forward": staticmethod(forward),
+            # extra gradients are ignored where they are None
+            "backward": staticmethod(lambda ctx, grad: (*backward(ctx, grad), None)),
+            "jvp": staticmethod(lambda ctx, *tangents: jvp(ctx, *tangents[:-1])),
+        },
+    )
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if torch._C._are_functorch_transforms_active():
+            from torch._functorch.autograd_function import enable_single_level_autograd_function
+
+            with enable_single_level_autograd_function():
+                return function.apply(*args, (keyset, kwargs))
+        if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return function.apply(*args, (keyset, kwargs))
+        return below(keyset, args, kwargs)
+
+    LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def wanted(*tensors: Tensor | None) -> bool:
+    """Whether a derivative with respect to one of ``tensors`` is being taken, in either mode."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present):
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in present)
