@@ -12,6 +12,8 @@ from torch import nn
 import realizar_torch as rt
 from realizar_torch import reference
 from realizar_torch.formats import get_format
+from realizar_torch.nn.attention import Attention, AttentionInputs
+from realizar_torch.nn.mlp import GatedMLP
 from realizar_torch.nn.norm import LayerNorm, RMSNorm
 
 
@@ -87,6 +89,9 @@ def test_extra_repr_names_the_format() -> None:
     [
         (lambda: rt.QuantizedLinear(0, 4), "in_features=0, out_features=4; both must be at least 1"),
         (lambda: rt.QuantizedLinear(4, 0), "in_features=4, out_features=0"),
+        (lambda: rt.QuantizedLinear(300.0, 4), r"in_features is 300\.0, a float; expected an int"),
+        (lambda: rt.QuantizedLinear(4, "7"), "out_features is '7', a str; expected an int"),
+        (lambda: rt.QuantizedEmbedding(20.0, 4, 3), r"out_features is 20\.0, a float"),
         (lambda: rt.QuantizedLinear(4, 4, fmt="Q4_Z"), "unknown format 'Q4_Z'"),
         (lambda: rt.QuantizedLinear(4, 4, fmt="F16"), "plain float format"),
         (lambda: rt.QuantizedLinear(4, 4, activations="int4"), "activations is 'int4'"),
@@ -127,6 +132,11 @@ def test_embedding_rows(fmt: str) -> None:
     assert torch.equal(module(ids), reference.dequantize(module.weight, fmt, 300)[ids])
     assert module(torch.zeros(0, dtype=torch.int64)).shape == (0, 300)
     assert module.memory_bytes == module.weight.numel()
+
+
+@pytest.mark.parametrize("padding_idx", [None, 0, 19, -1, -20])
+def test_negative_padding_counts_from_the_end(padding_idx: int | None) -> None:
+    assert _embedding(padding_idx=padding_idx).padding_idx == nn.Embedding(20, 1, padding_idx).padding_idx
 
 
 def test_embedding_dtype_follows_the_module() -> None:
@@ -300,6 +310,34 @@ def test_modules_compile_without_graph_breaks() -> None:
     ids = torch.tensor([1, 2, 3])
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(ids), model(ids))
+
+
+def _int8(rows: int, columns: int, bias: bool = True) -> rt.QuantizedLinear:
+    blocks = random_blocks("Q4_K", rows, columns)
+    shift = torch.randn(rows) if bias else None
+    return rt.QuantizedLinear.from_blocks(blocks, columns, "Q4_K", shift, activations="int8")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_int8_layers_that_share_activations_compile(dynamic: bool) -> None:
+    mlp = GatedMLP(_int8(64, 300), _int8(64, 300), _int8(300, 64), activation="silu")
+    heads = _int8(64, 300), _int8(32, 300, bias=False), _int8(32, 300)
+    attention = Attention(*heads, _int8(300, 64), head_dim=16, scale=0.25)
+    for count in (1, 5):
+        x = random_activations(2, count, 300)
+        angles = torch.rand(2, 1, count, 8)
+        inputs = AttentionInputs(angles.cos(), angles.sin(), None)
+        with torch.no_grad():
+            compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+            assert torch.equal(compiled(x), mlp(x))
+            compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+            assert torch.equal(compiled(x, inputs), attention(x, inputs))
+
+
+def test_a_bias_that_is_trained_gets_its_gradient_in_an_int8_mlp() -> None:
+    mlp = GatedMLP(_int8(64, 300), _int8(64, 300), _int8(300, 64), activation="silu")
+    mlp(random_activations(2, 300)).sum().backward()
+    assert all(p.grad.count_nonzero() for p in mlp.parameters() if p.is_floating_point())
 
 
 # --- dense norms

@@ -194,6 +194,9 @@ def test_compiles_without_graph_breaks() -> None:
     [
         (lambda c: c(0, 4), "in_features=0"),
         (lambda c: c(COLUMNS, 0), "out_features=0"),
+        (lambda c: c(300.0, 4), r"in_features is 300\.0, a float"),
+        (lambda c: c(COLUMNS, 4.0), r"out_features is 4\.0, a float"),
+        (lambda c: c(COLUMNS, (4, 5.0)), r"out_features is 5\.0, a float"),
         (lambda c: c(COLUMNS, ()), "0 out_features and 0 formats"),
         (lambda c: c(COLUMNS, (4, 5), fmt=("Q4_K",)), "2 out_features and 1 formats"),
         (lambda c: c(COLUMNS, 4, normalization="batch"), "normalization is 'batch'"),
@@ -216,3 +219,65 @@ def test_compiles_without_graph_breaks() -> None:
 def test_wrong_arguments_are_refused(make, message: str) -> None:
     with pytest.raises(rt.FormatError, match=message):
         make(rt.FusedLayerNormLinear)
+
+
+class _Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class _Shifted(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+class _Named(rt.QuantizedLinear):
+    """A subclass that computes what its parent does."""
+
+
+def _changed(module: nn.Module, change) -> nn.Module:
+    change(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("norm", "linear", "message"),
+    [
+        (nn.LayerNorm(COLUMNS), _Scaled(COLUMNS, 4), "_Scaled is a subclass with a forward of its own"),
+        (_Shifted(COLUMNS), nn.Linear(COLUMNS, 4), "_Shifted is a subclass"),
+        (
+            nn.LayerNorm(COLUMNS),
+            _changed(_packed(), lambda m: m.register_forward_hook(lambda m, args, y: 2 * y)),
+            "this QuantizedLinear has hooks",
+        ),
+        (
+            _changed(RMSNorm(COLUMNS), lambda m: m.register_forward_pre_hook(lambda m, args: args)),
+            _packed(),
+            "this RMSNorm has hooks",
+        ),
+        (
+            nn.LayerNorm(COLUMNS),
+            _changed(nn.Linear(COLUMNS, 4), lambda m: m.register_full_backward_hook(lambda m, a, b: None)),
+            "this Linear has hooks",
+        ),
+        (
+            nn.LayerNorm(COLUMNS),
+            _changed(_packed(), lambda m: setattr(m, "forward", m.dequantize)),
+            "this QuantizedLinear was given a forward of its own",
+        ),
+        (
+            nn.LayerNorm(COLUMNS),
+            nn.utils.parametrizations.weight_norm(nn.Linear(COLUMNS, 4)),
+            "has parametrizations",
+        ),
+        (nn.LayerNorm(COLUMNS), _changed(_packed(), lambda m: rt.prepack(m, "planar")), "rt.unpack"),
+    ],
+)
+def test_modules_that_do_more_are_not_fused(norm: nn.Module, linear: nn.Module, message: str) -> None:
+    with pytest.raises(rt.FormatError, match=message):
+        rt.FusedLayerNormLinear.fuse(norm, linear)
+
+
+def test_subclasses_that_change_nothing_are_fused() -> None:
+    named = _Named.from_blocks(random_blocks("Q4_K", 4, COLUMNS), COLUMNS, "Q4_K")
+    assert rt.FusedLayerNormLinear.fuse(nn.LayerNorm(COLUMNS), named).weight is named.weight

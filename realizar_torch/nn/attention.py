@@ -75,7 +75,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     if group > 1:
         # Expanding the heads keeps the fused kernels; enable_gqa falls back to materialised scores.
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    causal = mask is None and q.shape[2] > 1
+    causal = False
+    # a branch, because compilation with a symbolic number of queries takes no symbolic bool
+    if mask is None and q.shape[2] > 1:
+        causal = True
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
 
 

@@ -16,8 +16,8 @@ class QuantizedEmbedding(PackedModule):
 
     ``weight``: ``uint8 [num_embeddings, row_bytes]``, frozen bytes of ``fmt`` blocks; it starts as zeros
     and is meant to be loaded. ``dtype`` is the output's (None: ``torch.get_default_dtype()``); ``.to(dtype)``
-    and ``.half()`` change it, as they change a dense table's. ``padding_idx`` is kept for compatibility: a
-    frozen table has no gradient to mask.
+    and ``.half()`` change it, as they change a dense table's. ``padding_idx`` (negative: from the
+    end) is kept for compatibility: a frozen table has no gradient to mask.
     """
 
     def __init__(
@@ -31,14 +31,15 @@ class QuantizedEmbedding(PackedModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        weight = packed.zero_blocks(num_embeddings, embedding_dim, fmt, device)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise FormatError(f"padding_idx {padding_idx} is outside the table of {num_embeddings} rows")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        self.padding_idx = padding_idx
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.fmt = fmt
         self.dtype = dtype or torch.get_default_dtype()
-        self.weight = packed.zero_blocks(num_embeddings, embedding_dim, fmt, device)
+        self.weight = weight
 
     @classmethod
     def from_blocks(

@@ -6,16 +6,20 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 from realizar_torch import ops
 from realizar_torch.errors import FormatError
 from realizar_torch.nn import packed
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.nn.norm import RMSNorm
+from realizar_torch.ops.autocast import autocasts
 from realizar_torch.ops.checks import check_choice, check_input
 from realizar_torch.ops.normalization import NORMALIZATIONS, compute_dtype, normalize
 
 Linear = nn.Linear | QuantizedLinear
+_KINDS = (nn.Linear, QuantizedLinear, nn.LayerNorm, nn.RMSNorm, RMSNorm)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class FusedLayerNormLinear(nn.Module):
@@ -51,7 +55,10 @@ class FusedLayerNormLinear(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("normalization", normalization, NORMALIZATIONS)
-        rows = [out_features] if isinstance(out_features, int) else list(out_features)
+        several = isinstance(out_features, Sequence)
+        rows = list(out_features) if isinstance(out_features, Sequence) else [out_features]
+        for count in rows:
+            packed.check_sizes(in_features, count)
         formats = [fmt] * len(rows) if fmt is None or isinstance(fmt, str) else list(fmt)
         if not rows or len(formats) != len(rows):
             raise FormatError(f"{len(rows)} out_features and {len(formats)} formats; one format per weight")
@@ -66,15 +73,18 @@ class FusedLayerNormLinear(nn.Module):
         linears = [
             _new_linear(in_features, n, bias, f, device, dtype) for n, f in zip(rows, formats, strict=True)
         ]
-        self._adopt(linears, activations, several=not isinstance(out_features, int))
+        self._adopt(linears, activations, several)
 
     @classmethod
     def fuse(cls, norm: nn.Module, *linears: Linear) -> Self:
         """One module of a norm and the linears it feeds; it shares their parameters.
 
         ``norm``: ``nn.LayerNorm``, ``nn.RMSNorm`` or this package's norms, over the last dimension only;
-        ``linears``: ``nn.Linear`` or ``QuantizedLinear`` of that many input features. FormatError otherwise.
+        ``linears``: ``nn.Linear`` or ``QuantizedLinear`` of that many input features. FormatError otherwise,
+        and for subclasses with a ``forward`` of their own and hooked modules, whose work would be lost.
         """
+        for module in (norm, *linears):
+            _refuse_changed(module)
         weight, bias, eps, normalization, zero_centered = _norm_parts(norm)
         features = weight.shape[0]
         if not linears:
@@ -113,7 +123,8 @@ class FusedLayerNormLinear(nn.Module):
         scale = self.layer_norm_weight.to(wide) + 1 if self.zero_centered else self.layer_norm_weight
         if isinstance(self.weight, nn.ParameterList):
             normed = normalize(x, scale, self.layer_norm_bias, self.normalization, self.eps)
-            return tuple(self._project(normed, *parts).to(x.dtype) for parts in self._linears())
+            outputs = (self._project(normed, *parts) for parts in self._linears())
+            return tuple(y if autocasts(x) else y.to(x.dtype) for y in outputs)
         ((weight, fmt, bias),) = self._linears()
         return ops.norm_linear(
             x,
@@ -180,6 +191,25 @@ class FusedLayerNormLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
+def _refuse_changed(module: nn.Module) -> None:
+    """FormatError for a module of a known kind that does something else, or more."""
+    name, problem = type(module).__name__, None
+    if any(isinstance(module, kind) and type(module).forward is not kind.forward for kind in _KINDS):
+        problem = f"{name} is a subclass with a forward of its own"
+    elif "forward" in module.__dict__:
+        problem = f"this {name} was given a forward of its own"
+    elif parametrize.is_parametrized(module):
+        problem = f"this {name} has parametrizations"
+    elif any(getattr(module, hooks) for hooks in _HOOKS):
+        problem = f"this {name} has hooks"
+    elif isinstance(module, QuantizedLinear) and module.layout != "ggml":
+        raise FormatError(f"this {name} is packed as {module.layout!r}; call rt.unpack before fusing")
+    if problem:
+        raise FormatError(
+            f"cannot fuse: {problem}, which the fused module would lose; take it off or keep both"
+        )
+
+
 def _new_linear(
     in_features: int,
     out_features: int,
@@ -188,7 +218,6 @@ def _new_linear(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> Linear:
-    packed.check_sizes(in_features, out_features)
     if fmt is None:
         return nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
     return QuantizedLinear(in_features, out_features, bias, fmt=fmt, device=device, dtype=dtype)

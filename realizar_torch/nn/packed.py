@@ -31,7 +31,10 @@ def wrap_blocks(blocks: torch.Tensor, in_features: int, fmt: str) -> nn.Paramete
 
 
 def check_sizes(in_features: int, out_features: int) -> None:
-    """FormatError unless both are at least 1."""
+    """FormatError unless both are integers of at least 1."""
+    for name, size in (("in_features", in_features), ("out_features", out_features)):
+        if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
+            raise FormatError(f"{name} is {size!r}, a {type(size).__name__}; expected an int")
     if in_features < 1 or out_features < 1:
         raise FormatError(f"in_features={in_features}, out_features={out_features}; both must be at least 1")
 

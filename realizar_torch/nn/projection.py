@@ -7,16 +7,17 @@ from torch import Tensor, nn
 
 from realizar_torch import ops
 from realizar_torch.nn.linear import QuantizedLinear
+from realizar_torch.ops.autocast import autocasts
 
 
 def project(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
     """x [..., in_features] -> one [..., out_features] per module, each equal to ``linear(x)``.
 
-    Modules that are hooked, or an input that needs a gradient, get ``x`` itself: quantized activations carry
-    neither.
+    Modules that are hooked or have a bias to train, and an input that needs a gradient or that autocast would
+    cast, get ``x`` itself: quantized activations carry none of that.
     """
     sharable = all(_takes_quantized(linear) for linear in linears)
-    if not sharable or (torch.is_grad_enabled() and x.requires_grad):
+    if not sharable or (x.requires_grad and torch.is_grad_enabled()) or autocasts(x):
         return [linear(x) for linear in linears]
     shared: dict[int, ops.QuantizedActivations] = {}
     outputs = []
@@ -34,4 +35,5 @@ def _takes_quantized(linear: nn.Module) -> bool:
         type(linear) is QuantizedLinear
         and linear.activations == "int8"
         and not (linear._forward_hooks or linear._forward_pre_hooks)
+        and not (torch.is_grad_enabled() and linear.bias is not None and linear.bias.requires_grad)
     )
