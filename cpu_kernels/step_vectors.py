@@ -1,6 +1,7 @@
 """fp32 vectors of the fused decode step, 16 lanes at a time and the rest value by value."""
 
 import numpy as np
+
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import load_f32, stack_alloc, store_f32
 from realizar_torch.cpu_kernels.program import SILU as _SILU
