@@ -11,7 +11,7 @@ from cases import (
     random_blocks,
 )
 
-from realizar_torch import packing, reference
+from realizar_torch import ops, packing, reference
 from realizar_torch.errors import FormatError
 from realizar_torch.ops import cuda, torch_kernels
 from realizar_torch.ops.normalization import normalize
@@ -183,6 +183,25 @@ def test_gradients_equal_the_dense_layer():
         y.backward(upstream)
         expected = upstream.double() @ decoded
         assert_within(x.grad, expected, 1e-6 * (upstream.double().abs() @ decoded.abs()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [3, 20])
+def test_autocast_and_shared_activations_through_the_public_ops(batch):
+    x, weight, decoded = case("Q4_K", batch)
+    with torch.autocast("cuda", torch.bfloat16):
+        y = ops.linear(x, weight, "Q4_K", 300)
+    assert y.dtype == torch.bfloat16
+    rounded_x = x.bfloat16().double()
+    slack = float_tolerance(x, decoded) + 2**-7 * (rounded_x.abs() @ decoded.abs().T)
+    assert_within(y, rounded_x @ decoded.T, slack)
+    compiled = torch.compile(
+        lambda x: ops.linear(ops.quantize_activations(x, "Q4_K"), weight, "Q4_K", 300),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    q, scale, sums = cuda.quantize_activations(x, "Q4_K")
+    assert torch.equal(compiled(x), cuda.linear_quantized(q, scale, sums, weight, "Q4_K", 300))
 
 
 @pytest.mark.gpu

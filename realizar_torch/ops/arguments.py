@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class NormLinear:
-    """``NormLinear(*args, **kwargs)`` binds a call of ``realizar_torch::norm_linear``; ``fmt`` None: dense."""
+    """``NormLinear(*args, **kwargs)`` binds a call of ``realizar_torch::norm_linear``."""
 
     x: Tensor
     norm_weight: Tensor

@@ -15,13 +15,13 @@ from realizar_torch.ops.arguments import NormLinear
 from realizar_torch.ops.library import LIBRARY
 from realizar_torch.ops.normalization import normalize
 
+DEVICE_TYPES = ("cpu", "cuda")
 Cast = Callable[[Any], Any]
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on where ``x`` is."""
-    kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    """Whether the ops cast where ``x`` is."""
+    return x.device.type in DEVICE_TYPES and torch.is_autocast_enabled(x.device.type)
 
 
 def linear(
@@ -65,5 +65,5 @@ def _implementation(rule: Callable[..., Tensor], device_type: str) -> Callable[.
 
 
 for _name, _rule in (("linear", linear), ("norm_linear", norm_linear)):
-    for _device_type in ("cpu", "cuda"):
+    for _device_type in DEVICE_TYPES:
         LIBRARY.impl(_name, _implementation(_rule, _device_type), f"Autocast{_device_type.upper()}")
