@@ -15,12 +15,11 @@ import pytest
 
 pytest.importorskip("numba")
 
+import realizar_torch
+from realizar_torch import cpu_kernels
 from realizar_torch.cpu_kernels import jit as jit_module
 from realizar_torch.cpu_kernels.jit import cache_folder, jit
 from realizar_torch.cpu_kernels.simd import shuffle
-
-import realizar_torch
-from realizar_torch import cpu_kernels
 
 # a hang guard only
 _PATIENCE = 300

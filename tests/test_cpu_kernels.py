@@ -21,9 +21,8 @@ from cases import (
 
 pytest.importorskip("numba")
 
-from realizar_torch.cpu_kernels import launch
-
 from realizar_torch import reference
+from realizar_torch.cpu_kernels import launch
 from realizar_torch.errors import FormatError
 from realizar_torch.formats import get_packed_format
 from realizar_torch.reference import QuantizedActivations
@@ -332,6 +331,7 @@ def test_no_rows_and_no_vectors():
 def test_addresses_are_64_bit():
     """F-09: row times stride beyond 2^31, without the memory: the kernel's own address arithmetic."""
     import numpy as np
+
     from realizar_torch.cpu_kernels.jit import jit
     from realizar_torch.cpu_kernels.memory import load_f32, store_f32
 

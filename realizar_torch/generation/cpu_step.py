@@ -14,6 +14,7 @@ from realizar_torch.nn.embedding import QuantizedEmbedding
 from realizar_torch.nn.kv_cache import KVCache
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.nn.norm import RMSNorm
+from realizar_torch.ops import torch_kernels
 from realizar_torch.ops.cpu import kernels
 from realizar_torch.reference import ACTIVATION_BLOCK
 
@@ -26,7 +27,7 @@ def why_not(model: Transformer, cache: KVCache) -> str | None:
     """Why the fused kernel cannot take the place of the modules, or None if it computes exactly the same."""
     if model.device.type != "cpu":
         return f"the model is on {model.device}"
-    if kernels().__name__ != "realizar_torch.cpu_kernels.launch":
+    if kernels() is torch_kernels:
         return "Numba cannot be used"
     if {model.dtype, cache.keys.dtype} != {torch.float32}:
         return f"the model computes in {model.dtype}, with a cache of {cache.keys.dtype}"
@@ -173,7 +174,7 @@ class _Program:
             "barrier": 1,
         }
         norms: dict[str, Any] = {}
-        if attention.q_norm is not None:
+        if attention.q_norm is not None and attention.k_norm is not None:
             norms = {
                 "gamma": self._address(attention.q_norm.weight),
                 "second_gamma": self._address(attention.k_norm.weight),

@@ -1,6 +1,7 @@
 """From a GGUF file to a Transformer: every tensor is bound by name, or nothing is loaded."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,8 +93,8 @@ class _Builder:
         self.file, self.config = file, config
         self.device, self.dtype, self.activations = device, dtype, activations
 
-    def floats(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        return self.file.read(name).to(device=self.device, dtype=dtype or self.dtype, copy=True)
+    def floats(self, name: str) -> Tensor:
+        return self.file.read(name).to(device=self.device, dtype=self.dtype, copy=True)
 
     def norm(self, name: str) -> RMSNorm:
         weight = self.floats(f"{name}.weight")
@@ -127,11 +128,11 @@ class _Builder:
         weight = self.file.read(f"{name}.weight").to(self.device)
         if info.fmt.packed:
             return QuantizedEmbedding.from_blocks(weight, info.shape[1], info.fmt.name, dtype=self.dtype)
-        dense = nn.Embedding(*info.shape, device="meta", dtype=self.dtype)
+        dense = nn.Embedding(info.shape[0], info.shape[1], device="meta", dtype=self.dtype)
         dense.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
         return dense
 
-    def head(self, embedding: nn.Module) -> nn.Module:
+    def head(self, embedding: Any) -> nn.Module:
         """The output head: its own tensor, or the embedding's weight shared."""
         name = MODEL_TENSORS["lm_head"]
         if f"{name}.weight" in self.file.tensors:

@@ -1,6 +1,7 @@
 """Transformer: one decoder-only model for every architecture row."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,11 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """Embedding, blocks, final norm, output head. Built by ``models.loading``, which supplies the modules."""
+
+    # packed or dense; ``layers`` is a ModuleList of Block
+    embed_tokens: Any
+    lm_head: Any
+    layers: Any
 
     def __init__(
         self,
@@ -144,14 +150,14 @@ class Transformer(nn.Module):
         positions = torch.arange(past, past + count, device=self.device)[None]
         if starts is not None:
             positions = (positions - starts[:, None]).clamp_min(0)
-        cos_sin = self.rope(positions)
-        everywhere = AttentionInputs(*cos_sin, attention_mask(starts, past, count, None, self.device))
+        cos, sin = self.rope(positions)
+        everywhere = AttentionInputs(cos, sin, attention_mask(starts, past, count, None, self.device))
         if self.config.sliding_window is None:
             return (everywhere,)
         if self.local_rope is not None:
-            cos_sin = self.local_rope(positions)
+            cos, sin = self.local_rope(positions)
         window = self.config.sliding_window
-        return everywhere, AttentionInputs(*cos_sin, attention_mask(starts, past, count, window, self.device))
+        return everywhere, AttentionInputs(cos, sin, attention_mask(starts, past, count, window, self.device))
 
 
 def left_padding(mask: Tensor, input_ids: Tensor) -> Tensor | None:

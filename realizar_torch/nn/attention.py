@@ -1,6 +1,7 @@
 """Causal self-attention with grouped key/value heads, over a KVCache or over the given tokens alone."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,12 @@ class Attention(nn.Module):
 
     The projections are given by the caller (packed or dense); ``q_norm``/``k_norm`` may be None.
     """
+
+    # packed or dense linears, or adapters around one
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    o_proj: Any
 
     def __init__(
         self,

@@ -29,6 +29,13 @@ class KVCache:
     ``starts`` (int64 [batch], on the device) is the first position of each row that is not left padding.
     """
 
+    keys: Tensor
+    values: Tensor
+    starts: Tensor
+    _keys: Tensor
+    _values: Tensor
+    _starts: Tensor
+
     def __init__(
         self,
         config: CacheShape,

@@ -1,5 +1,7 @@
 """Gated MLP: down(activation(gate(x)) * up(x))."""
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -9,6 +11,10 @@ from realizar_torch.nn.projection import project
 
 class GatedMLP(nn.Module):
     """``activation`` is "silu" or "gelu_tanh"; the projections are given by the caller (packed or dense)."""
+
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
 
     def __init__(self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module, *, activation: str):
         super().__init__()
