@@ -9,7 +9,7 @@ from torch import Tensor
 
 from realizar_torch.errors import BackendUnavailableError
 from realizar_torch.generation.gpu_step import GpuStep, why_not
-from realizar_torch.generation.sampling import SamplingParams, sample
+from realizar_torch.generation.sampling import SamplingParams, sample, take_highest
 from realizar_torch.generation.workspace import Workspace
 from realizar_torch.nn.kv_cache import KVCache
 
@@ -61,6 +61,7 @@ class DecodeGraph:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._uniform = torch.zeros(batch_size, 1, dtype=torch.float64, device=device)
+        self._highest = torch.zeros(batch_size, device=device)
         self._marks = torch.zeros(batch_size, config.vocab_size, dtype=torch.bool, device=device)
         # The host reads a step's tokens while the next step runs, so there are two places for them.
         self._host_tokens = torch.zeros(2, batch_size, dtype=torch.int64, pin_memory=True)
@@ -133,6 +134,9 @@ class DecodeGraph:
 
     def _choose(self, logits: Tensor, sampling: SamplingParams) -> None:
         penalized = sampling.repetition_penalty != 1
+        if sampling.greedy and not penalized:
+            take_highest(logits, self._highest, self.step.tokens)
+            return
         tokens = sample(logits, sampling, self._marks if penalized else None, None, uniform=self._uniform)
         self.step.tokens.copy_(tokens)
         if penalized:
