@@ -16,6 +16,7 @@ _HOMES = {
     "RealizarError": "errors",
     "UnsupportedArchitectureError": "errors",
     "supported_formats": "formats",
+    "record_dispatch": "metrics",
     "dequantize": "reference",
     "open_gguf": "checkpoint.gguf",
     "QuantizedLinear": "nn.linear",

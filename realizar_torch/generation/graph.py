@@ -1,5 +1,6 @@
 """DecodeGraph: the decode step of a batch and the choice of its next tokens, captured once and replayed."""
 
+import functools
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,9 @@ from realizar_torch.errors import BackendUnavailableError
 from realizar_torch.generation.gpu_step import GpuStep, why_not
 from realizar_torch.generation.sampling import SamplingParams, sample, take_highest
 from realizar_torch.generation.workspace import Workspace
+from realizar_torch.metrics import RECORDING
 from realizar_torch.nn.kv_cache import KVCache
+from realizar_torch.ops.recording import observe
 
 
 @dataclass(frozen=True)
@@ -106,12 +109,14 @@ class DecodeGraph:
         self.step.place()
         graph = self._graph() if self._wanted is not False else None
         self._draw()
-        if graph is None:
-            self._work(self._sampling)
-            self._eager_steps += 1
+        run = functools.partial(self._work, self._sampling) if graph is None else graph.replay
+        metrics = RECORDING.get()
+        if metrics is None:
+            run()
         else:
-            graph.replay()
-            self._replays += 1
+            observe(metrics, "decode_step", "cuda", run)
+        self._eager_steps += graph is None
+        self._replays += graph is not None
         self.step.advance()
         self._send()
 

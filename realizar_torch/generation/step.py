@@ -1,5 +1,6 @@
 """prefill and decode_step: the one pair that every loop calls, over a DecodeState."""
 
+import functools
 import warnings
 
 import torch
@@ -9,8 +10,10 @@ from realizar_torch.errors import FormatError
 from realizar_torch.generation.cpu_step import CpuStep, why_not
 from realizar_torch.generation.gpu_state import GpuState
 from realizar_torch.generation.workspace import Workspace
+from realizar_torch.metrics import RECORDING
 from realizar_torch.models.transformer import Transformer
 from realizar_torch.nn.kv_cache import KVCache
+from realizar_torch.ops.recording import observe
 
 
 class DecodeState:
@@ -70,5 +73,9 @@ def decode_step(model: Transformer, token_ids: Tensor, state: DecodeState | GpuS
         )
     state.cache.require(1)
     if state.fused is not None:
-        return state.fused.run(token_ids)
+        metrics = RECORDING.get()
+        if metrics is None:
+            return state.fused.run(token_ids)
+        run = functools.partial(state.fused.run, token_ids)
+        return observe(metrics, "decode_step", model.device.type, run)
     return model(token_ids[:, None], cache=state.cache).logits[:, -1]

@@ -7,6 +7,7 @@ from typing import Any
 
 from realizar_torch.ops import bodies, torch_kernels
 from realizar_torch.ops.library import LIBRARY
+from realizar_torch.ops.recording import recorded
 
 
 @functools.cache
@@ -36,4 +37,4 @@ def _implementation(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in bodies.OPS:
-    LIBRARY.impl(_name, _implementation(getattr(bodies, _name)), "CPU")
+    LIBRARY.impl(_name, recorded(_name, "cpu", _implementation(getattr(bodies, _name))), "CPU")

@@ -16,6 +16,7 @@ from realizar_torch.ops import bodies, checks, torch_kernels
 from realizar_torch.ops.arguments import NormLinear
 from realizar_torch.ops.library import LIBRARY
 from realizar_torch.ops.normalization import normalize
+from realizar_torch.ops.recording import recorded
 from realizar_torch.reference import ACTIVATION_BLOCK
 
 # More rows than this leave the memory limit of a matvec; the kernels take no more.
@@ -207,4 +208,4 @@ for _name, _own in (
     ("quantize_activations", quantize_activations),
     ("linear_quantized", linear_quantized),
 ):
-    LIBRARY.impl(_name, _implementation(_own, getattr(bodies, _name)), "CUDA")
+    LIBRARY.impl(_name, recorded(_name, "cuda", _implementation(_own, getattr(bodies, _name))), "CUDA")
