@@ -1,8 +1,24 @@
 """The README tells what the code does: its tables are the code's, its example runs."""
 
+import re
+
+import pytest
 from readme_tables import README, updated
+from tiny_models import write_tiny_llama
 
 
 def test_tables_are_the_codes_own():
     text = README.read_text()
     assert updated(text) == text, "run python tests/readme_tables.py"
+
+
+@pytest.mark.filterwarnings("ignore:decoding runs module by module")
+def test_the_example_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_tiny_llama(tmp_path / "model.gguf")
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    names: dict = {}
+    exec(example.replace("max_new_tokens=64", "max_new_tokens=8"), names)
+    assert names["ids"].shape[1] > names["input_ids"].shape[1]
+    assert names["linear"].in_features == 256
+    assert capsys.readouterr().out
