@@ -67,7 +67,8 @@ class DecodeGraph:
         self._highest = torch.zeros(batch_size, device=device)
         self._marks = torch.zeros(batch_size, config.vocab_size, dtype=torch.bool, device=device)
         # The host reads a step's tokens while the next step runs, so there are two places for them.
-        self._host_tokens = torch.zeros(2, batch_size, dtype=torch.int64, pin_memory=True)
+        pinned = device.type == "cuda"
+        self._host_tokens = torch.zeros(2, batch_size, dtype=torch.int64, pin_memory=pinned)
         self._sent = (torch.cuda.Event(), torch.cuda.Event())
         self._issued = self._read = 0
         self._sampling = SamplingParams()

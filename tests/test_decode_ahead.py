@@ -1,0 +1,103 @@
+"""Decoding a step ahead of the host, with a table in place of the GPU step: ids, stops, resources."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scripted_model import EOS, VOCAB, MarkovModel
+
+from realizar_torch.errors import RealizarError
+from realizar_torch.generation import graph, loop
+from realizar_torch.generation.sampling import SamplingParams
+from realizar_torch.nn.kv_cache import KVCache
+
+
+class TableStep:
+    """Logits by the last token, as MarkovModel has them; counts like GpuStep."""
+
+    def __init__(self, model, cache, workspace):
+        self.model, self.cache = model, cache
+        self.tokens = torch.zeros(cache.batch_size, dtype=torch.int64)
+        self.counters = torch.zeros(2, cache.batch_size, dtype=torch.int32)
+        self.logits = torch.zeros(cache.batch_size, VOCAB)
+
+    def place(self):
+        self.counters[0] = self.cache.length
+
+    def launch(self):
+        assert self.counters[0].tolist() == [self.cache.length] * len(self.tokens)
+        self.logits.copy_(self.model.table[self.tokens])
+        self.counters.add_(1)
+
+    def advance(self):
+        self.cache.advance(1)
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """A model whose ``generate`` runs ahead; ``decoder``: the latest one; ``closed``: how many ended."""
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(graph, "why_not", lambda *_: None)
+    monkeypatch.setattr(graph, "GpuStep", TableStep)
+    model = MarkovModel()
+    model.closed = 0
+
+    def new_state(model, batch_size, max_positions):
+        shape = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=1)
+        cache = KVCache(shape, batch_size, max_positions)
+        model.decoder = graph.DecodeGraph(model, batch_size, cache=cache, workspace=object())
+
+        def close():
+            model.closed += 1
+
+        return SimpleNamespace(cache=cache, decoder=model.decoder, close=close)
+
+    def prefill(model, input_ids, attention_mask, state):
+        state.cache.advance(input_ids.shape[1])
+        return model.table[input_ids[:, -1]]
+
+    monkeypatch.setattr(loop, "new_state", new_state)
+    monkeypatch.setattr(loop, "prefill", prefill)
+    return model
+
+
+def generate(model, ids, count, **options):
+    return loop.generate_ids(model, ids, max_new_tokens=count, cuda_graph=False, **options)
+
+
+def test_greedy_follows_the_table_and_issues_no_step_too_many(model):
+    ids = generate(model, torch.tensor([[5], [9]]), 12, eos_token_id=[])
+    assert ids[:, 1:].tolist() == [model.chain(5, 12), model.chain(9, 12)]
+    assert model.decoder.stats.eager_steps == 11 and model.closed == 1
+
+
+def test_a_stop_wastes_one_step(model):
+    model.follow([5, 7, 8, EOS])
+    ids = generate(model, torch.tensor([[5]]), 12)
+    assert ids.tolist() == [[5, 7, 8, EOS]]
+    assert model.decoder.stats.eager_steps == 3 and model.closed == 1
+
+
+def test_sampling_equals_the_loop_that_waits(model):
+    params = {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.3}
+    prompt = torch.tensor([[4, 5], [6, 9]])
+    found = generate(model, prompt, 15, eos_token_id=[], generator=torch.Generator().manual_seed(2), **params)
+    params.pop("do_sample")
+    generator, ids = torch.Generator().manual_seed(2), prompt
+    for _ in range(15):
+        seen = torch.zeros(2, VOCAB, dtype=torch.bool).scatter_(1, ids, True)
+        logits = model.table[ids[:, -1]]
+        token = graph.sample(logits, SamplingParams(True, **params), seen, generator)
+        ids = torch.cat([ids, token[:, None]], 1)
+    assert torch.equal(found, ids)
+
+
+def test_logits_that_are_not_finite_are_an_error_and_the_state_is_given_back(model):
+    model.follow([5, 7])
+    model.table[7] = torch.nan
+    with pytest.raises(RealizarError, match="step 1"):
+        generate(model, torch.tensor([[5]]), 6, do_sample=True, repetition_penalty=1.2, top_k=1)
+    assert model.closed == 1
