@@ -24,7 +24,8 @@ from numba.core.dispatcher import Dispatcher
 from numba.core.extending import _Intrinsic
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
-from numba.misc.appdirs import AppDirs
+
+from realizar_torch.user_cache import user_cache
 
 _KEPT_FOLDERS = 4
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -55,11 +56,8 @@ def target_features() -> frozenset[str]:
 
 def cache_folder() -> Path | None:
     """The folder of the present sources, versions and CPU; None when nothing may be written there."""
-    root = Path(AppDirs("realizar_torch", appauthor=False).user_cache_dir, "kernels")
-    # without HOME and without a passwd entry, "~" stays unexpanded and the path would be relative
-    if not root.is_absolute():
-        return None
-    return _usable_folder(root / _SOURCES_AT_IMPORT)
+    root = user_cache()
+    return None if root is None else _usable_folder(root / "kernels" / _SOURCES_AT_IMPORT)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from tiny_models import write_tiny_llama
 
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.checkpoint.tokenizer import Tokenizer
-from realizar_torch.cli import answer, session
+from realizar_torch.cli import answer
 
 PROMPT = "the cat is in the"
 
@@ -194,11 +194,30 @@ assert not {"torch", "numba", "numpy"} & set(sys.modules), "heavy import"
     assert done.stderr.count(" 2\n") == 2 and done.stderr.count(" 0\n") == 3
 
 
-def test_first_run_says_that_kernels_are_compiled(run, tiny, monkeypatch):
-    monkeypatch.setattr(session, "_kernels_are_compiled", lambda: False)
-    assert "compiling kernels" in run("generate", PROMPT, "--model", tiny, "-n", 1)[2]
-    monkeypatch.setattr(session, "_kernels_are_compiled", lambda: True)
-    assert "compiling" not in run("generate", PROMPT, "--model", tiny, "-n", 1)[2]
+def test_first_run_says_that_kernels_are_compiled(run, tiny, monkeypatch, tmp_path):
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    monkeypatch.setattr("realizar_torch.cpu_kernels.jit.cache_folder", lambda: folder)
+    assert "First run: compiling kernels" in run("generate", PROMPT, "--model", tiny, "-n", 1)[2]
+    (folder / "kernel.bin").touch()
+    assert "ompiling" not in run("generate", PROMPT, "--model", tiny, "-n", 1)[2]
+    monkeypatch.setattr("realizar_torch.cpu_kernels.jit.cache_folder", lambda: None)
+    assert "at every run" in run("generate", PROMPT, "--model", tiny, "-n", 1)[2]
+
+
+def test_threads_beyond_the_cores_are_cut_with_a_warning(run, tiny):
+    before = torch.get_num_threads()
+    try:
+        assert "using" in run("generate", PROMPT, "--model", tiny, "-n", 1, "--threads", 5000)[2]
+        assert torch.get_num_threads() < 5000
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_seed_beyond_64_bits_is_an_argument_error(run, tiny):
+    with pytest.raises(SystemExit) as ended:
+        run("generate", PROMPT, "--model", tiny, "--seed", 10**30)
+    assert ended.value.code == 2
 
 
 def test_interrupt_ends_with_130(run, monkeypatch):

