@@ -239,3 +239,20 @@ def test_results_are_ordinary_tensors_in_every_grad_mode(model, grad):
         assert torch.is_inference_mode_enabled() == (grad is torch.inference_mode)
     if grad is not torch.inference_mode:
         embedding(ids).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("eos_token_id", 3.5), ("stop_strings", 5), ("generator", 3), ("eos_token_id", {1: 2})],
+)
+def test_options_of_the_wrong_kind_are_named(model, option, value):
+    with pytest.raises(FormatError, match=option):
+        generate_ids(model, prompt(5), max_new_tokens=1, **{option: value})
+    assert model.prefills == 0
+
+
+def test_a_tensor_of_stop_ids_and_at_most_32_rows(model):
+    stop = torch.tensor([model.chain(5, 1)[0]])
+    assert generate_ids(model, prompt(5), max_new_tokens=9, eos_token_id=stop).shape == (1, 2)
+    with pytest.raises(FormatError, match="33 sequences"):
+        generate_ids(model, torch.full((33, 2), 5), max_new_tokens=1)

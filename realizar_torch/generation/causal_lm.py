@@ -60,6 +60,8 @@ def load(
     """
     from realizar_torch.checkpoint.tokenizer import Tokenizer
 
+    if not isinstance(path_or_ref, str | Path) or not str(path_or_ref):
+        raise FormatError(f"path_or_ref is {path_or_ref!r}, expected a path or a Hub reference")
     check_choice("activations", activations, ACTIVATIONS)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

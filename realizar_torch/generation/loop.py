@@ -180,7 +180,8 @@ def generate_ids(
     """Continues token ids: int64 [B, T + new] on the model's device, prompt included, as transformers'
     ``generate``.
 
-    input_ids: integers [B, T], B and T at least 1. attention_mask: [B, T] of 0 and 1, zeros only at the left.
+    input_ids: integers [B, T], T at least 1, B from 1 to 32. attention_mask: [B, T] of 0 and 1, zeros only at
+    the left.
     Without one, leading pad tokens of a batch count as padding unless the pad id is also a stop id.
     max_new_tokens: 0 or more; prompt and new tokens together must fit the model's ``max_seq_len``.
     do_sample, temperature, top_k, top_p, min_p, repetition_penalty: see SamplingParams; the penalty ignores

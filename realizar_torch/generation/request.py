@@ -9,6 +9,7 @@ import torch
 
 from realizar_torch.errors import BackendUnavailableError, CacheFullError, FormatError
 from realizar_torch.generation.sampling import SamplingParams
+from realizar_torch.generation.workspace import MAX_BATCH
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ def make_request(
     vocab_size = model.config.vocab_size
     input_ids = _checked_ids(input_ids, vocab_size, model.device)
     rows, prompt_length = input_ids.shape
+    if rows > MAX_BATCH:
+        raise FormatError(f"input_ids hold {rows} sequences; expected at most {MAX_BATCH} at once")
     _require_integer(max_new_tokens, "max_new_tokens")
     if max_new_tokens < 0:
         raise FormatError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
@@ -92,11 +95,15 @@ def make_request(
     elif rows > 1:
         attention_mask = _mask_of_leading_pads(input_ids, model.pad_token_id, model.eos_token_ids)
 
+    if stop_strings is not None and not isinstance(stop_strings, Sequence):
+        raise FormatError(f"stop_strings is {stop_strings!r}; expected a string or a list of strings")
     strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings or ())
     if any(not isinstance(stop, str) or not stop for stop in strings):
         raise FormatError(f"stop_strings is {stop_strings!r}; expected non-empty strings")
     if strings and tokenizer is None:
         raise FormatError("stop_strings are searched in text: pass tokenizer= as well")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise FormatError(f"generator is {generator!r}; expected a torch.Generator")
     if generator is not None and generator.device.type != torch.device(model.device).type:
         raise FormatError(
             f"generator is on {generator.device}, the model on {model.device}; "
@@ -166,6 +173,10 @@ def _checked_mask(attention_mask: torch.Tensor, input_ids: torch.Tensor) -> torc
 def _checked_stop_ids(eos_token_id: int | Sequence[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:
     if eos_token_id is None:
         return default
+    if isinstance(eos_token_id, torch.Tensor):
+        eos_token_id = eos_token_id.flatten().tolist()
+    if not isinstance(eos_token_id, int | Sequence):
+        raise FormatError(f"eos_token_id is {eos_token_id!r}; expected an id, a list of ids or None")
     stop_ids = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
     for stop_id in stop_ids:
         _require_integer(stop_id, "eos_token_id")
