@@ -160,3 +160,9 @@ def test_no_environment_variable_steers_the_package() -> None:
                     assert any(f'"{variable}"' in line for variable in CACHE_VARIABLES), (
                         f"{path}:{node.lineno}: {line}"
                     )
+
+
+def test_loading_a_model_does_not_wait_for_the_compiler() -> None:
+    """torch._dynamo takes 1.5 s to import, more than a model takes to load."""
+    program = "import sys, realizar_torch.generation.causal_lm; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

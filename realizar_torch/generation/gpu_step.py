@@ -68,11 +68,15 @@ class GpuStep:
         one_launch = all(_one_launch(layer.mlp) for layer in model.layers)
         shape = (batch, config.intermediate_size)
         self._up = None if one_launch else torch.zeros(shape, device=self._device)
+        # made here and not by a decorator: it imports Dynamo, which takes longer than loading a model
+        self._untraced_run = torch.compiler.disable(GpuStep._run)
         self._qkv_bias = {layer: self._joined_bias(layer.self_attn) for layer in model.layers}
 
-    @torch.compiler.disable
     def run(self, token_ids: Tensor) -> Tensor:
-        """token_ids int64 [B] -> fp32 logits [B, V], valid until the next step."""
+        """token_ids int64 [B] -> fp32 logits [B, V], valid until the next step; never traced by Dynamo."""
+        return self._untraced_run(self, token_ids)
+
+    def _run(self, token_ids: Tensor) -> Tensor:
         self.tokens.copy_(token_ids)
         self.place()
         self.launch()
