@@ -151,7 +151,7 @@ def pre_tokenizers() -> dict[str, Any]:
     }
     rows: list[dict[str, Any]] = []
     for name in PRE_TOKENIZERS:
-        oracle = _oracle(metadata | {"tokenizer.ggml.pre": name})
+        oracle = oracle_of(metadata | {"tokenizer.ggml.pre": name})
         # a pre-tokenizer may add BOS of its own: that is part of its row
         ids = [oracle.encode(text, add_special=True, parse_special=False) for text in texts]
         for row in rows:
@@ -194,7 +194,7 @@ def sentence_piece() -> dict[str, Any]:
     ]
     results = []
     for changes in variants:
-        oracle = _oracle(metadata | changes)
+        oracle = oracle_of(metadata | changes)
         eog = oracle.end_of_generation()
         results.append(
             {"metadata": changes, "eos_token_ids": eog, "ids": [oracle.both(text) for text in texts]}
@@ -202,19 +202,19 @@ def sentence_piece() -> dict[str, Any]:
     return {"metadata": metadata, "texts": texts, "variants": results}
 
 
-def _oracle(metadata: Mapping[str, Any]) -> Oracle:
+def oracle_of(metadata: Mapping[str, Any]) -> Oracle:
     with tempfile.TemporaryDirectory() as directory:
         return Oracle(write_gguf(Path(directory) / "vocabulary.gguf", metadata, {}))
 
 
-def _lines(value: Any, depth: int) -> str:
+def lines(value: Any, depth: int) -> str:
     """JSON with a line for each item of the outer `depth` levels, so that differences can be read."""
     if depth == 0 or not isinstance(value, dict | list) or not value:
         return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
     if isinstance(value, dict):
-        body = ",\n".join(f"{json.dumps(key)}:{_lines(item, depth - 1)}" for key, item in value.items())
+        body = ",\n".join(f"{json.dumps(key)}:{lines(item, depth - 1)}" for key, item in value.items())
         return "{\n" + body + "\n}"
-    return "[\n" + ",\n".join(_lines(item, depth - 1) for item in value) + "\n]"
+    return "[\n" + ",\n".join(lines(item, depth - 1) for item in value) + "\n]"
 
 
 def main() -> None:
@@ -227,7 +227,7 @@ def main() -> None:
     }
     for name, golden in goldens.items():
         path = DATA / f"tokenizer_{name}.json"
-        path.write_text(_lines(golden, depth=2) + "\n", encoding="ascii")
+        path.write_text(lines(golden, depth=2) + "\n", encoding="ascii")
         print(path.name, path.stat().st_size)
 
 

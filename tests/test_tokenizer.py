@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_tokenizers import PRE, SENTENCE_PIECE, load, plain_bpe, plain_spm, tiny_bpe, tiny_spm
+from tiny_tokenizers import PRE, SENTENCE_PIECE, VECTORS, load, plain_bpe, plain_spm, tiny_bpe, tiny_spm
 
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.checkpoint.pretokenizers import PRE_TOKENIZERS
@@ -155,6 +155,19 @@ class TestByteLevel:
         tokenizer = tiny_bpe(tokens=tokens, token_type=[1] * 4 + [3], merges=["a b", "b c", "a b"])
         assert tokenizer.encode("abc") == [0, 1, 2]
         assert tokenizer.encode("bc") == [3]
+
+
+@pytest.mark.parametrize("name", VECTORS["vocabularies"])
+def test_llama_cpps_own_vectors(name: str) -> None:
+    """Its vocabularies, cut down to what the vectors can touch (make_tokenizer_vectors.py)."""
+    vocabulary = VECTORS["vocabularies"][name]
+    tokenizer = Tokenizer.from_gguf(vocabulary["metadata"])
+    original = vocabulary["original_ids"]
+    vectors = [(text, ids) for text, ids in zip(VECTORS["texts"], vocabulary["ids"], strict=True) if ids]
+    assert len(vectors) >= 45
+    for text, ids in vectors:
+        assert [original[token] for token in tokenizer.encode(text)] == ids, text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 class TestSentencePiece:

@@ -16,6 +16,7 @@ def load(name: str) -> dict[str, Any]:
 
 PRE = load("pre")
 SENTENCE_PIECE = load("sentence_piece")
+VECTORS = load("vectors")
 
 
 def tiny_bpe(**changes: Any) -> Tokenizer:
