@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BackendUnavailableError": "errors",
     "CacheFullError": "errors",
+    "CheckpointError": "errors",
     "FormatError": "errors",
     "GGUFError": "errors",
     "IncompleteShardsError": "errors",
@@ -18,6 +19,7 @@ _HOMES = {
     "supported_formats": "formats",
     "record_dispatch": "metrics",
     "dequantize": "reference",
+    "quantize": "ops",
     "open_gguf": "checkpoint.gguf",
     "QuantizedLinear": "nn.linear",
     "QuantizedEmbedding": "nn.embedding",

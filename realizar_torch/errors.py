@@ -10,7 +10,11 @@ class FormatError(RealizarError, ValueError):
     """An argument of the wrong format, dtype, shape or value."""
 
 
-class GGUFError(RealizarError, ValueError):
+class CheckpointError(RealizarError, ValueError):
+    """A model directory or file that is damaged, malformed or contradicts itself."""
+
+
+class GGUFError(CheckpointError):
     """A GGUF file that is truncated, malformed or contradicts itself."""
 
 

@@ -3,7 +3,6 @@
 import mmap
 import os
 import re
-import stat
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,9 +13,9 @@ import torch
 from realizar_torch.checkpoint.gguf_errors import DAMAGED, broken, shown, shown_path
 from realizar_torch.checkpoint.gguf_header import Header, TensorInfo, parse_header
 from realizar_torch.checkpoint.gguf_metadata import MetadataValue
+from realizar_torch.checkpoint.mapped import map_file, release, view
 from realizar_torch.errors import IncompleteShardsError
 
-_PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _MAX_NAMES_SHOWN = 10
 _WHAT_TO_GIVE = "Give the path of a GGUF file, of any shard, or of a directory that holds one model."
@@ -68,14 +67,12 @@ class GGUFFile:
             known = ", ".join(map(shown, list(self.tensors)[:_MAX_NAMES_SHOWN]))
             found = f"no such tensor among {len(self.tensors)}"
             raise broken(shown_path(self.path), f"tensor {shown(name)}", found, f"a name like {known}", "")
-        *rows, columns = info.shape
-        if info.fmt.packed:
-            dtype, columns = torch.uint8, info.fmt.row_bytes(columns)
-        else:
-            dtype = _PLAIN_DTYPES[info.fmt.name]
-        count = info.nbytes // dtype.itemsize
-        flat = torch.frombuffer(self._mappings[info.shard], dtype=dtype, count=count, offset=info.offset)
-        return flat.view(*rows, columns)
+        return view(self._mappings[info.shard], info.fmt, info.shape, info.offset)
+
+    def release(self, name: str) -> None:
+        """Gives back the memory of a tensor that was read and is no longer used."""
+        info = self.tensors[name]
+        release(self._mappings[info.shard], info.offset, info.nbytes)
 
     def __repr__(self) -> str:
         arch = shown(str(self.metadata.get("general.architecture")))
@@ -117,14 +114,10 @@ def _open(entry: Path) -> GGUFFile:
 
 
 def _map(path: Path) -> mmap.mmap:
-    status = path.stat()
-    # asked before opening: opening a pipe would wait for a writer
-    if not stat.S_ISREG(status.st_mode):
-        raise broken(shown_path(path), "path", "something that is not a file", "a file", _WHAT_TO_GIVE)
-    if status.st_size == 0:
-        raise broken(shown_path(path), "size", "an empty file", "a GGUF file")
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    try:
+        return map_file(path)
+    except ValueError as error:
+        raise broken(shown_path(path), "path", str(error), "a GGUF file", _WHAT_TO_GIVE) from None
 
 
 def _only_model(directory: Path) -> Path:

@@ -39,6 +39,10 @@ class StringArray(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         return map(self._decode, range(len(self)))
 
+    def __reduce__(self) -> tuple:
+        # a copy stands without the mapping
+        return list, (list(self),)
+
     def __repr__(self) -> str:
         return f"<{len(self)} strings>"
 
@@ -81,6 +85,9 @@ class NumberArray(Sequence[int | float | bool]):
 
     def __iter__(self) -> Iterator[int | float | bool]:
         return iter(self.numpy().tolist())
+
+    def __reduce__(self) -> tuple:
+        return list, (list(self),)
 
     def __repr__(self) -> str:
         return f"<{self._count} x {self.dtype}>"

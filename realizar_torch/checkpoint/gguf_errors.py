@@ -1,4 +1,4 @@
-"""One shape for every complaint about a GGUF file: place, what was found, what was expected, what to do."""
+"""One shape for every complaint about a model file: place, what was found, what was expected, what to do."""
 
 from pathlib import Path
 
@@ -9,7 +9,12 @@ DAMAGED = "The file is incomplete or damaged: download or convert it again."
 
 def broken(path: str, where: str, found: str, expected: str, advice: str = DAMAGED) -> GGUFError:
     """The error to raise for the file at ``path``; quote texts of the file by :func:`shown`."""
-    return GGUFError(f"{path}: {where}: found {found}, expected {expected}. {advice}")
+    return GGUFError(complaint(path, where, found, expected, advice))
+
+
+def complaint(path: str, where: str, found: str, expected: str, advice: str = DAMAGED) -> str:
+    """The same as a text, for an error of another class."""
+    return f"{path}: {where}: found {found}, expected {expected}. {advice}"
 
 
 def shown(text: str | bytes, limit: int = 80) -> str:
