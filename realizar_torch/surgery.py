@@ -20,7 +20,7 @@ def prepack(model: nn.Module, layout: str = "auto") -> None:
     """
     if layout != "auto":
         packing.check_layout(layout)
-    done: dict[int, torch.Tensor] = {}
+    done: dict[int, PackedModule] = {}
     with torch.inference_mode(False), torch.no_grad():
         for module in _packed_modules(model):
             target = _best_layout(module) if layout == "auto" else layout
@@ -30,21 +30,22 @@ def prepack(model: nn.Module, layout: str = "auto") -> None:
 
 def unpack(model: nn.Module) -> None:
     """Undoes ``prepack``: canonical bytes in ``weight`` again."""
-    done: dict[int, torch.Tensor] = {}
+    done: dict[int, PackedModule] = {}
     with torch.inference_mode(False), torch.no_grad():
         for module in _packed_modules(model):
             if module.layout != "ggml":
                 _move(module, "ggml", done)
 
 
-def _move(module: PackedModule, layout: str, done: dict[int, torch.Tensor]) -> None:
+def _move(module: PackedModule, layout: str, done: dict[int, PackedModule]) -> None:
     # by identity: a later module that shares the tensor still holds it, so the number is not reused
     stored = module.stored
-    if id(stored) not in done:
-        blocks = packing.unpack(stored.detach(), module.fmt, module.layout)
-        moved = packing.pack(blocks, module.fmt, layout)
-        done[id(stored)] = nn.Parameter(moved, requires_grad=False) if layout == "ggml" else moved
-    module.adopt(done[id(stored)], layout)
+    if id(stored) in done:
+        module.share(done[id(stored)])
+        return
+    blocks = packing.unpack(stored.detach(), module.fmt, module.layout)
+    module.adopt(packing.pack(blocks, module.fmt, layout), layout)
+    done[id(stored)] = module
 
 
 def _packed_modules(model: nn.Module) -> list[PackedModule]:

@@ -1,5 +1,8 @@
 """prepack and unpack: the same numbers, canonical state dicts, shared weights stay shared."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from cases import random_blocks
@@ -46,6 +49,61 @@ def test_loading_packs_and_a_later_state_dict_has_the_new_bytes():
         m.load_state_dict({name: value for name, value in other.items() if name != "linear.weight"})
     with pytest.raises(RuntimeError, match="expected"):
         m.load_state_dict(other | {"linear.weight": other["linear.weight"][:3]})
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_of_a_saved_model_are_apart_and_tied_among_themselves(duplicate):
+    m = model()
+    rt.prepack(m, "planar")
+    first = m.state_dict()
+    other = duplicate(m)
+    assert other["table"].packed is other["head"].packed is not m["head"].packed
+    state = other.state_dict()
+    assert state["table.weight"].data_ptr() == state["head.weight"].data_ptr()
+    assert state["table.weight"].data_ptr() != first["table.weight"].data_ptr()
+    assert all(torch.equal(state[name], first[name]) for name in first)
+
+
+def test_a_state_dict_of_packed_modules_belongs_to_the_caller():
+    m = model()
+    rt.prepack(m, "planar")
+    state = m.state_dict()
+    expected = {name: value.clone() for name, value in state.items()}
+    for value in state.values():
+        value.zero_()
+    plain = {}
+    for again in (m.state_dict(), m.state_dict(destination=plain)):
+        assert all(torch.equal(again[name], expected[name]) for name in expected)
+
+
+def test_modules_that_no_longer_share_are_saved_apart():
+    m = model()
+    rt.prepack(m, "planar")
+    other = torch.randint(0, 256, m["table"].packed.shape, dtype=torch.uint8)
+    m["head"]._apply(torch.clone)
+    m["head"].load_state_dict({"weight": other})
+    state = m.state_dict()
+    assert torch.equal(state["head.weight"], other) and not torch.equal(state["table.weight"], other)
+
+
+def test_packed_modules_on_meta_take_a_state_dict_by_assignment_only():
+    m = model()
+    state = {name: value.clone() for name, value in m.state_dict().items()}
+    with torch.device("meta"):
+        empty = nn.ModuleDict(
+            {
+                "table": rt.QuantizedEmbedding(7, 512, fmt="Q6_K"),
+                "linear": rt.QuantizedLinear(512, 9, bias=False, fmt="Q8_0"),
+                "head": rt.QuantizedLinear(512, 7, bias=False, fmt="Q6_K"),
+            }
+        )
+    rt.prepack(empty, "planar")
+    with pytest.raises(RuntimeError, match=r"linear\.weight: .* on meta .*assign=True"):
+        empty.load_state_dict(state)
+    state["head.weight"] = state["head.weight"] ^ 255
+    empty.load_state_dict(state, assign=True)
+    assert all(torch.equal(value, state[name]) for name, value in empty.state_dict().items())
+    assert not any(buffer.is_meta for buffer in empty.buffers())
 
 
 def test_auto_leaves_cpu_weights_alone_and_the_cpu_says_what_to_do():

@@ -1,15 +1,36 @@
 """PackedModule: a module whose packed weight may stand in a device layout instead of the file's bytes."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from realizar_torch import packing
 from realizar_torch.errors import FormatError
 from realizar_torch.nn import packed
+
+
+class _Entry:
+    """The state dict entry that last took a packed tensor's bytes; who shares the tensor shares this."""
+
+    def __init__(self) -> None:
+        self._key = ""
+        self._packed: Callable[[], Tensor | None] = lambda: None
+        self._blocks: Callable[[], Tensor | None] = lambda: None
+
+    def __reduce__(self) -> tuple[type["_Entry"], tuple[()]]:
+        # copies and pickles start anew
+        return type(self), ()
+
+    def save(self, module: "PackedModule", destination: MutableMapping[str, Tensor], key: str) -> None:
+        """Puts canonical bytes at ``key``: the ones that another module put into this state dict, or new ones."""
+        blocks = self._blocks()
+        if blocks is None or self._packed() is not module.packed or destination.get(self._key) is not blocks:
+            blocks = packing.unpack(module.packed, module.fmt, module.layout)
+            self._key, self._packed, self._blocks = key, weakref.ref(module.packed), weakref.ref(blocks)
+        destination[key] = blocks
 
 
 class PackedModule(nn.Module):
@@ -21,10 +42,11 @@ class PackedModule(nn.Module):
     fmt: str
     layout: str = "ggml"
     weight: nn.Parameter
-    packed: torch.Tensor
+    packed: Tensor
+    _entry: _Entry
 
     @property
-    def stored(self) -> torch.Tensor:
+    def stored(self) -> Tensor:
         """The weight's bytes ``uint8 [rows, row_bytes]`` in ``layout``."""
         if self.layout == "ggml":
             return self.weight
@@ -35,7 +57,7 @@ class PackedModule(nn.Module):
             )
         return self.packed
 
-    def adopt(self, stored: torch.Tensor, layout: str) -> None:
+    def adopt(self, stored: Tensor, layout: str) -> None:
         """Replaces the weight by ``stored``, its bytes in ``layout`` (a Parameter where that is "ggml")."""
         for name in ("weight", "packed"):
             if hasattr(self, name):
@@ -44,13 +66,20 @@ class PackedModule(nn.Module):
             self.weight = stored if isinstance(stored, nn.Parameter) else nn.Parameter(stored, False)
         else:
             self.register_buffer("packed", stored, persistent=False)
+            self._entry = _Entry()
         self.layout = layout
+
+    def share(self, twin: "PackedModule") -> None:
+        """Replaces the weight by that of ``twin``, which goes on holding it."""
+        self.adopt(twin.stored, twin.layout)
+        if self.layout != "ggml":
+            self._entry = twin._entry
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         packed.save_format(destination, prefix, self.fmt)
         if self.layout != "ggml":
-            destination[prefix + "weight"] = _canonical(self.packed, self.fmt, self.layout)
+            self._entry.save(self, destination, prefix + "weight")
 
     def _load_from_state_dict(
         self,
@@ -65,11 +94,16 @@ class PackedModule(nn.Module):
         packed.check_state(state_dict, prefix, local_metadata, self.fmt)
         key = prefix + "weight"
         if self.layout != "ggml":
+            assign = local_metadata.get("assign_to_params_buffers", False)
             blocks = state_dict.get(key)
             if blocks is None:
                 missing_keys.append(key)
             elif blocks.shape != self.packed.shape:
                 error_msgs.append(f"{key} is {list(blocks.shape)}, expected {list(self.packed.shape)}")
+            elif assign:
+                self.packed = packing.pack(blocks.detach(), self.fmt, self.layout)
+            elif self.packed.is_meta:
+                error_msgs.append(f"{key}: the packed weight is on meta and has no memory; pass assign=True")
             else:
                 with torch.no_grad():
                     self.packed.copy_(packing.pack(blocks, self.fmt, self.layout))
@@ -77,13 +111,3 @@ class PackedModule(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-
-
-def _canonical(stored: torch.Tensor, fmt: str, layout: str) -> torch.Tensor:
-    """The file's bytes of ``stored``; modules that share it get the same tensor as long as one is alive."""
-    version, reference = getattr(stored, "_canonical", (None, None))
-    blocks = None if reference is None or version != stored._version else reference()
-    if blocks is None:
-        blocks = packing.unpack(stored, fmt, layout)
-        stored._canonical = (stored._version, weakref.ref(blocks))  # type: ignore[attr-defined]
-    return blocks
