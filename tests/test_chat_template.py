@@ -1,9 +1,12 @@
 """Chat templates render as transformers renders them, and cannot leave their sandbox."""
 
 import datetime
+import enum
+from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_conversations import CONVERSATIONS, our_text, transformers_text
 
 from realizar_torch.checkpoint.chat_template import ChatTemplate
 from realizar_torch.errors import FormatError
@@ -11,8 +14,56 @@ from realizar_torch.errors import FormatError
 MESSAGES = [{"role": "user", "content": "Grüße <b>"}, {"role": "assistant", "content": "你好"}]
 
 
+TEMPLATES = sorted((Path(__file__).parent / "data" / "templates").glob("*.jinja"))
+
+
 def render(source: str, **variables: Any) -> str:
     return ChatTemplate(source).render(MESSAGES, **variables)
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_models_templates_render_as_in_transformers(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    rendered = set()
+    for name, conversation in CONVERSATIONS.items():
+        text = our_text(source, conversation)
+        assert text == transformers_text(source, conversation), name
+        rendered.add(text)
+    assert len(rendered - {None}) > 5
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{%- generation -%} {{ messages[0].content }} {% set x = 1 %}{%- endgeneration %}\n{{ x }}",
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m }}{% break %}{% endfor %}",
+        "{{ messages | tojson(indent=1, separators=(';', '='), sort_keys=true, ensure_ascii=true) }}",
+        "{{ strftime_now('%d %b %Y') }}{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}",
+        "{% set n = namespace(x=0) %}{% for m in messages %}{% set n.x = n.x + 1 %}{% endfor %}{{ n.x }}",
+        "{{ messages[-1]['reasoning_content'] }}{{ messages[1].content is defined }}{{ bos_token }}{{ unk }}",
+    ],
+)
+def test_what_templates_may_use_is_as_in_transformers(source: str) -> None:
+    for name, conversation in CONVERSATIONS.items():
+        assert our_text(source, conversation) == transformers_text(source, conversation), name
+
+
+def test_templates_see_copies_of_json_types(tmp_path: Path) -> None:
+    class Role(str, enum.Enum):  # noqa: UP042
+        USER = "user"
+
+    target = tmp_path / "x"
+    messages = [{"role": Role.USER, "image": target, "content": ("a", 1, 2.5, True, None)}]
+    source = "{{ messages[0].role }} {{ messages[0].image }} {{ messages[0].content[3:] | tojson }}"
+    assert ChatTemplate(source).render(messages) == f"user <{type(target).__name__}> [true, null]"
+    with pytest.raises(FormatError, match="no attribute 'touch'"):
+        ChatTemplate("{{ messages[0].image.touch() }}").render(messages)
+    assert not target.exists()
+
+
+def test_tools_must_be_schemas() -> None:
+    with pytest.raises(FormatError, match="JSON schemas"):
+        render("x", tools=[print])
 
 
 def test_blocks_leave_no_lines_behind() -> None:

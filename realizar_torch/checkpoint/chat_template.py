@@ -16,6 +16,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from realizar_torch.errors import FormatError
 
+# Names that the reasoning of a message goes by; templates read the first, that of gpt-oss the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
 
 class ChatTemplate:
     """A compiled template. `FormatError` when `source` is not a template."""
@@ -40,14 +43,48 @@ class ChatTemplate:
             raise FormatError(
                 f'messages must be a list of {{"role": …, "content": …}}, found {messages!r:.80}'
             )
-        try:
-            # templates tell "no tools" by None, as transformers passes it
-            return self._template.render(
-                messages=messages, **({"tools": None, "documents": None} | variables)
+        if any(not isinstance(tool, Mapping) for tool in variables.get("tools") or ()):
+            raise FormatError(
+                "tools must be JSON schemas (mappings); get_json_schema of transformers makes one of a function"
             )
+        # templates tell "no tools" by None, as transformers passes it
+        variables = {"tools": None, "documents": None} | _plain(variables)
+        try:
+            return self._template.render(messages=[_message(m) for m in messages], **variables)
         except Exception as error:
             # the template is code from the file: it may fail in any way
             raise FormatError(f"the chat template failed: {type(error).__name__}: {error}") from error
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What the template sees of a message: as in transformers, nothing that is None, and every name of its
+    reasoning that some template reads."""
+    plain = {key: value for key, value in _plain(message).items() if value is not None}
+    reasoning = next((plain[name] for name in _REASONING if name in plain), None)
+    if reasoning is None:
+        return plain
+    return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _plain(value: Any) -> Any:
+    """A copy that holds JSON types only: the sandbox cannot know which methods of other objects do harm.
+
+    An image or an array becomes "<its type>", since templates look for it and not into it.
+    """
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        # not str(value), which for an enum is its name
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    return f"<{type(value).__name__}>"
 
 
 class _GenerationTag(Extension):
