@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Self
 
 import torch
+from torch import nn
 
 from realizar_torch import ops
 from realizar_torch.errors import FormatError
@@ -40,6 +41,19 @@ class QuantizedEmbedding(PackedModule):
         self.fmt = fmt
         self.dtype = dtype or torch.get_default_dtype()
         self.weight = weight
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, fmt: str) -> Self:
+        """Encode an ``nn.Embedding``, as ``rt.quantize`` does; one with ``max_norm`` is a FormatError."""
+        if embedding.max_norm is not None:
+            raise FormatError(
+                f"the embedding has max_norm={embedding.max_norm}, which rescales rows as they are read; "
+                "packed rows are frozen: rescale the table first and set max_norm to None"
+            )
+        blocks = ops.quantize(embedding.weight, fmt)
+        dtype, padding_idx = embedding.weight.dtype, embedding.padding_idx
+        module = cls.from_blocks(blocks, embedding.embedding_dim, fmt, padding_idx, dtype=dtype)
+        return module.train(embedding.training)
 
     @classmethod
     def from_blocks(

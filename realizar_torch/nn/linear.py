@@ -46,6 +46,13 @@ class QuantizedLinear(PackedModule):
         self.register_parameter("bias", start)
 
     @classmethod
+    def from_linear(cls, linear: nn.Linear, fmt: str, *, importance: torch.Tensor | None = None) -> Self:
+        """Encode an ``nn.Linear``, as ``rt.quantize`` does; the bias is shared, not copied."""
+        blocks = ops.quantize(linear.weight, fmt, importance=importance)
+        module = cls.from_blocks(blocks, linear.in_features, fmt, linear.bias)
+        return module.train(linear.training)
+
+    @classmethod
     def from_blocks(
         cls,
         blocks: torch.Tensor,

@@ -17,6 +17,7 @@ from realizar_torch.ops import autograd as autograd
 from realizar_torch.ops import cpu as cpu
 from realizar_torch.ops import cuda as cuda
 from realizar_torch.ops import derivatives
+from realizar_torch.ops import encoding as encoding
 from realizar_torch.ops import portable as portable
 from realizar_torch.reference import QuantizedActivations
 
@@ -26,6 +27,7 @@ __all__ = [
     "embedding",
     "linear",
     "norm_linear",
+    "quantize",
     "quantize_activations",
 ]
 
@@ -59,6 +61,19 @@ def linear(
         )
     return torch.ops.realizar_torch.linear(
         x, weight, fmt, in_features, bias, activations=activations, layout=layout
+    )
+
+
+def quantize(weight: Tensor, fmt: str, *, importance: Tensor | None = None) -> Tensor:
+    """Encode a float ``weight [rows, K]`` → uint8 ``[rows, row_bytes]``, K zero-padded to whole blocks.
+
+    The blocks are those of ggml's reference quantizer on x86-64, byte for byte, on every device; ``fmt`` is
+    one of ``supported_formats()``. ``importance [K]``, non-negative: how much the squared error of each
+    column matters (llama.cpp's imatrix). Computed in float32; the result has no derivative. A scale beyond
+    fp16 is stored as infinity, as ggml does. FormatError: unknown format, wrong shape or type, NaN, infinity.
+    """
+    return torch.ops.realizar_torch.quantize(
+        weight.detach(), fmt, None if importance is None else importance.detach()
     )
 
 

@@ -167,6 +167,18 @@ def check_dequantize(
         raise FormatError(f"output dtype is {dtype}, expected one of {', '.join(map(str, FLOATS))}")
 
 
+def check_quantize(weight: torch.Tensor, fmt: str, importance: torch.Tensor | None) -> BlockFormat:
+    """Everything about ``realizar_torch::quantize`` but the values."""
+    spec = get_packed_format(fmt)
+    if weight.dtype not in FLOATS:
+        raise FormatError(f"weight is {weight.dtype}, expected one of {', '.join(map(str, FLOATS))}")
+    if weight.ndim != 2 or 0 in weight.shape:
+        raise FormatError(f"weight has shape {_shape(weight)}, expected [rows, columns], neither of them 0")
+    check_vector("importance", importance, weight.shape[1])
+    check_devices(weight=weight, importance=importance)
+    return spec
+
+
 def check_norm_linear(call: NormLinear) -> None:
     """Everything about ``realizar_torch::norm_linear``."""
     x, weight, in_features = call.x, call.weight, call.in_features

@@ -74,6 +74,16 @@ def _norm_linear(*args: Any, **kwargs: Any) -> Tensor:
     return call.x.new_empty(*call.x.shape[:-1], call.weight.shape[0])
 
 
+LIBRARY.define("quantize(Tensor weight, str fmt, Tensor? importance=None) -> Tensor")
+
+
+@register_fake("realizar_torch::quantize", lib=LIBRARY)
+def _quantize(weight: Tensor, fmt: str, importance: Tensor | None = None) -> Tensor:
+    spec = checks.check_quantize(weight, fmt, importance)
+    rows, columns = weight.shape
+    return weight.new_empty(rows, spec.row_bytes(columns), dtype=torch.uint8)
+
+
 LIBRARY.define("quantize_activations(Tensor x, str fmt) -> (Tensor, Tensor, Tensor)")
 
 

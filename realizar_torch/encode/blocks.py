@@ -1,0 +1,45 @@
+"""Bit fields of blocks: small integers into bytes, and fields into the bytes of a block."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from realizar_torch.formats import BlockFormat
+
+
+def pack_bits(values: Tensor, lanes: int, width: int) -> Tensor:
+    """Integers below ``2^width``, ``[blocks, n]`` → uint8 ``[blocks, n * width / 8]``.
+
+    A run of ``lanes`` bytes takes 8/width consecutive runs of ``lanes`` values, lowest bits first.
+    """
+    runs = values.to(torch.uint8).reshape(len(values), -1, 8 // width, lanes)
+    packed = runs[:, :, 0]
+    for place in range(1, 8 // width):
+        packed = packed | (runs[:, :, place] << (place * width))
+    return packed.reshape(len(values), -1)
+
+
+def pack_k4_scales(scales: Tensor, minima: Tensor) -> Tensor:
+    """Eight scales and eight minima below 64, ``[blocks, 8]`` each → the 12 bytes of Q4_K and Q5_K."""
+    low_scales, high_scales = scales.to(torch.uint8).split(4, -1)
+    low_minima, high_minima = minima.to(torch.uint8).split(4, -1)
+    return torch.cat(
+        [
+            low_scales | ((high_scales >> 4) << 6),
+            low_minima | ((high_minima >> 4) << 6),
+            (high_scales & 15) | ((high_minima & 15) << 4),
+        ],
+        -1,
+    )
+
+
+def join_fields(fields: Mapping[str, Tensor], spec: BlockFormat) -> Tensor:
+    """Fields ``[blocks, count]`` → uint8 ``[blocks, block_bytes]``; floats become fp16."""
+    parts = []
+    for field in spec.fields:
+        part = fields[field.name]
+        if field.kind == "f16":
+            part = part.to(torch.float16).reshape(-1, field.count)
+        parts.append(part.contiguous().view(torch.uint8))
+    return torch.cat(parts, -1)

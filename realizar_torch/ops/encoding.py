@@ -1,0 +1,45 @@
+"""The op ``quantize``, floats to blocks: torch ops, a slice of rows at a time."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from realizar_torch.encode import encode
+from realizar_torch.errors import FormatError
+from realizar_torch.ops import checks, torch_kernels
+from realizar_torch.ops.library import LIBRARY
+from realizar_torch.ops.recording import recorded
+
+# (float32 weight [rows, K], fmt, float32 importance [K] or None) -> uint8 [rows, row_bytes]
+Encoder = Callable[[Tensor, str, Tensor | None], Tensor]
+
+
+def quantize(encoder: Encoder, weight: Tensor, fmt: str, importance: Tensor | None = None) -> Tensor:
+    spec = checks.check_quantize(weight, fmt, importance)
+    rows, columns = weight.shape
+    if importance is not None:
+        importance = importance.to(torch.float32)
+        if not (importance.isfinite() & (importance >= 0)).all():
+            raise FormatError("importance holds negative or non-finite numbers, expected weights of squares")
+    blocks = weight.new_empty(rows, spec.row_bytes(columns), dtype=torch.uint8)
+    for part in torch_kernels.row_slices(rows, columns):
+        values = weight[part].to(torch.float32).contiguous()
+        finite = values.isfinite()
+        if not finite.all():
+            row, column = (~finite).nonzero()[0].tolist()
+            raise FormatError(
+                f"weight[{part.start + row}, {column}] is {values[row, column].item()} in float32, expected "
+                "finite numbers; no block can hold it"
+            )
+        blocks[part] = encoder(values, spec.name, importance)
+    return blocks
+
+
+def _torch(weight: Tensor, fmt: str, importance: Tensor | None = None) -> Tensor:
+    return quantize(encode, weight, fmt, importance)
+
+
+LIBRARY.impl("quantize", recorded("quantize", "cpu", _torch), "CPU")
+LIBRARY.impl("quantize", recorded("quantize", "cuda", _torch), "CUDA")
+LIBRARY.impl("quantize", _torch, "CompositeExplicitAutograd")
