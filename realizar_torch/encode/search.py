@@ -78,20 +78,18 @@ def symmetric_scale(x: Tensor, weights: Tensor | None, half: int) -> tuple[Tenso
     largest = furthest_from_zero(x)
     zero = largest.abs() < EPSILON
     weighted = weights * x
-    scale, best, q = None, None, None
-    for i in (0, *range(-9, 0), *range(1, 10)):
+    # the first candidate starts the search: only a sum of exactly zero refuses it
+    q, sum_xq, sum_q2 = _signed_trial(x, weights, weighted, divide(-half, largest), half)
+    scale = torch.where(sum_q2 != 0, sum_xq / sum_q2, 0)
+    best = scale * sum_xq
+    for i in (*range(-9, 0), *range(1, 10)):
         numerator = -(np.float32(half) + np.float32(0.1) * np.float32(i))
-        trial = _signed(divide(float(numerator), largest) * x, half)
-        sum_xq, sum_q2 = ordered_sum(torch.stack([weighted * trial, weights * trial * trial], 1))
-        new_scale = sum_xq / sum_q2
-        if scale is None:
-            scale, q = torch.where(sum_q2 != 0, new_scale, 0), trial
-            best = scale * sum_xq
-            continue
+        inverse = divide(float(numerator), largest)
+        trial, sum_xq, sum_q2 = _signed_trial(x, weights, weighted, inverse, half)
         better = (sum_q2 > 0) & (sum_xq * sum_xq > best * sum_q2)
         q = torch.where(better, trial, q)
-        scale = torch.where(better, new_scale, scale)
-        best = torch.where(better, new_scale * sum_xq, best)
+        scale = torch.where(better, sum_xq / sum_q2, scale)
+        best = torch.where(better, scale * sum_xq, best)
     return torch.where(zero, 0, scale), torch.where(zero, 0, q + half).to(torch.int32)
 
 
@@ -99,10 +97,9 @@ def symmetric_scale_by_descent(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
     """``symmetric_scale`` with the weights x², which improves one q at a time; ``make_q3_quants``."""
     largest = furthest_from_zero(x)
     zero = largest.abs() < EPSILON
-    q = _signed(divide(-half, largest) * x, half)
     weights = x * x
     weighted = weights * x
-    sum_xq, sum_q2 = ordered_sum(torch.stack([weighted * q, weights * q * q], 1))
+    q, sum_xq, sum_q2 = _signed_trial(x, weights, weighted, divide(-half, largest), half)
     for _ in range(_REFINEMENTS):
         for i in range(len(x)):
             rest_xq = sum_xq - weighted[i] * q[i]
@@ -117,6 +114,15 @@ def symmetric_scale_by_descent(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
             sum_q2 = torch.where(better, new_q2, sum_q2)
     scale = torch.where(~zero & (sum_q2 > 0), sum_xq / sum_q2, 0)
     return scale, torch.where(zero, 0, q + half).to(torch.int32)
+
+
+def _signed_trial(
+    x: Tensor, weights: Tensor, weighted: Tensor, inverse: Tensor, half: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q for an inverse scale, and its sums of ``w x q`` and ``w q²``; ``weighted`` is ``w x``."""
+    q = _signed(inverse * x, half)
+    sum_xq, sum_q2 = ordered_sum(torch.stack([weighted * q, weights * q * q], 1))
+    return q, sum_xq, sum_q2
 
 
 def _signed(values: Tensor, half: int) -> Tensor:
