@@ -11,7 +11,7 @@ from realizar_torch.cli.session import EXIT_PROBLEMS, locate_model
 from realizar_torch.errors import RealizarError
 from realizar_torch.generation.causal_lm import DEFAULT_MAX_SEQ_LEN
 from realizar_torch.models.config import ModelConfig
-from realizar_torch.models.loading import tensor_problems
+from realizar_torch.models.tensors import tensor_problems
 
 _LONGEST_VALUE = 100
 _MIB = 1 << 20

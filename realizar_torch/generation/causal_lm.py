@@ -78,13 +78,19 @@ def load(
             f"max_seq_len is {max_seq_len!r}, but the file was made for 1 to {longest} positions"
         )
     tokenizer = Tokenizer.from_gguf(file.metadata)
+    positions = min(longest, DEFAULT_MAX_SEQ_LEN) if max_seq_len is None else max_seq_len
     model = load_transformer(
-        file, device=target, dtype=dtype, activations=activations, model_class=CausalLM, progress=progress
+        file,
+        device=target,
+        dtype=dtype,
+        activations=activations,
+        max_seq_len=positions,
+        model_class=CausalLM,
+        progress=progress,
     )
     assert isinstance(model, CausalLM)
     prepack(model)
-    if max_seq_len is not None:
-        model.max_seq_len = max_seq_len
+    model.max_seq_len = positions
     model.eos_token_ids, model.pad_token_id = tokenizer.eos_token_ids, tokenizer.pad_token_id
     return model, tokenizer
 

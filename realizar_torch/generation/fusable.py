@@ -46,9 +46,30 @@ def obstacle(model: Transformer, *, dense: bool = False) -> str | None:
     numerics = {linear.activations for linear in linears}
     if len(numerics) > 1 and not dense:
         return f"the linears differ in activations: {', '.join(sorted(numerics))}"
+    if found := _other_mathematics(model):
+        return found
     if len({module.eps for module in model.modules() if isinstance(module, RMSNorm)}) > 1:
         return "the norms differ in eps"
     return None
+
+
+def _other_mathematics(model: Transformer) -> str | None:
+    """What the model computes beyond the steps' repertoire: attention with per-head norms and full rotation,
+    gated MLPs, plain residual additions, plain logits."""
+    config = model.config
+    facts = {
+        "its logits are scaled": config.logit_scale != 1.0,
+        "its logits are capped": config.final_softcap > 0,
+        "its attention scores are capped": config.attention_softcap > 0,
+        "its residual additions are scaled": config.residual_scale != 1.0,
+        "it rotates a part of each head": config.rotary_dim != config.head_dim,
+        "it scales cos and sin": config.rope_scaling.magnitude != 1.0,
+        "some layers do not rotate": not all(config.arch.rotary_pattern),
+        "it has no norms before attention and MLP": not config.arch.pre_norms,
+        "q and k are normed over all heads": config.arch.qk_norm == "whole",
+        f"its MLP uses {config.arch.activation}": config.arch.activation == "gelu",
+    }
+    return next((fact for fact, present in facts.items() if present), None)
 
 
 def _obstacle_in(module: nn.Module, model: Transformer) -> str | None:

@@ -1,39 +1,62 @@
-"""The supported architectures, one row each: conventions of its files, names of their tensors."""
+"""The supported architectures, one row of facts each; whatever reads a row knows no architecture by name."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 from realizar_torch.checkpoint.gguf_errors import shown
 from realizar_torch.errors import UnsupportedArchitectureError
+
+QUERY_KEY_VALUE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 @dataclass(frozen=True)
 class ArchSpec:
     """Conventions that a GGUF file does not state but its architecture implies.
 
-    Norm weights are stored as the factor to multiply with: converters have already added Gemma's 1.
+    Norm weights are stored as the factor to multiply with: converters have already added Gemma's 1. A pattern
+    tells of each layer in turn and starts again at its end.
     """
 
     name: str
-    # Activation of the gated MLP: "silu" or "gelu_tanh".
-    activation: str = "silu"
+
+    # Norms in front of attention and MLP, and behind them before the residual addition.
+    normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    pre_norms: bool = True
+    post_norms: bool = False
+    # Norm of q and k before RoPE: one weight for each head ("head") or a single one over all heads ("whole").
+    qk_norm: Literal["head", "whole"] | None = None
+
     # The converter interleaved the rows of each q and k head for pairwise rotation; loading undoes it.
     interleaved_qk: bool = False
-    # RMSNorm over each q and k head, before RoPE.
-    qk_norm: bool = False
-    # Norms behind attention and MLP, before the residual addition.
-    post_norms: bool = False
-    # Embeddings are multiplied by sqrt(hidden_size); a tied head uses them unscaled.
-    scale_embedding: bool = False
-    # Every n-th layer attends globally, the others to a sliding window; 0: all global.
-    sliding_period: int = 0
-    # RoPE base where the file names none, and that of sliding layers where it differs.
+    # Modules that always have a bias; the others have one where the file holds it.
+    biases: tuple[str, ...] = ()
+    # Layers that rotate q and k, and RoPE's base where the file names none.
+    rotary_pattern: tuple[bool, ...] = (True,)
     rope_theta: float = 10000.0
+    # Layers with a sliding window, if the file tells its size (or this default); () where none can have one.
+    sliding_pattern: tuple[bool, ...] = ()
+    sliding_window: int = 0
+    # RoPE base of sliding layers where it is another one; they are not scaled then.
     local_rope_theta: float | None = None
     # Layer count of the variant whose attention is scaled by sqrt(hidden/heads) instead of sqrt(head_dim).
     width_scaled_layers: int = 0
+    # cap·tanh(x/cap) on attention scores and on logits where the file names none; 0: no cap.
+    attention_softcap: float = 0.0
+    final_softcap: float = 0.0
+
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    # Gate and up projection are one tensor, the gate's rows first.
+    fused_gate_up: bool = False
+
+    # Embeddings are multiplied by sqrt(hidden_size); a tied head uses them unscaled.
+    scale_embedding: bool = False
+    # What the file's logit_scale does to the logits.
+    logit_scale: Literal["multiplies", "divides"] | None = None
+    # Some models of this name have a sliding window, but their files do not tell it.
+    hidden_window: bool = False
 
     def attention_scale(self, hidden_size: int, num_layers: int, num_heads: int, head_dim: int) -> float:
         """1/sqrt(head size), or 1/sqrt(hidden/heads) for the variant that was trained so (Gemma 3 27B)."""
@@ -46,14 +69,17 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
     {
         spec.name: spec
         for spec in (
-            ArchSpec("llama", interleaved_qk=True),
+            ArchSpec("llama", interleaved_qk=True, sliding_pattern=(True,), hidden_window=True),
+            ArchSpec("smollm3", interleaved_qk=True, rotary_pattern=(True, True, True, False)),
+            ArchSpec("qwen2", biases=QUERY_KEY_VALUE, sliding_pattern=(True,), hidden_window=True),
+            ArchSpec("qwen3", qk_norm="head"),
             ArchSpec(
                 "gemma3",
                 activation="gelu_tanh",
-                qk_norm=True,
+                qk_norm="head",
                 post_norms=True,
                 scale_embedding=True,
-                sliding_period=6,
+                sliding_pattern=(True,) * 5 + (False,),
                 rope_theta=1_000_000.0,
                 local_rope_theta=10_000.0,
                 width_scaled_layers=62,
@@ -61,30 +87,6 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
         )
     }
 )
-
-# Module path inside one layer -> tensor name behind "blk.N."; a bias has the name of its weight.
-LAYER_TENSORS: Mapping[str, str] = MappingProxyType(
-    {
-        "attn_norm": "attn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-        "self_attn.o_proj": "attn_output",
-        "post_attn_norm": "post_attention_norm",
-        "mlp_norm": "ffn_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "post_mlp_norm": "post_ffw_norm",
-    }
-)
-MODEL_TENSORS: Mapping[str, str] = MappingProxyType(
-    {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
-)
-# Divisors of the rotary frequencies (Llama 3 long-context scaling).
-ROPE_DIVISORS = "rope_freqs.weight"
 
 
 def get_arch(name: str, source: str = "the file") -> ArchSpec:

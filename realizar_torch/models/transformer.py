@@ -23,26 +23,46 @@ class ModelOutput:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); post-norms where the architecture has them."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); norms before and behind where the architecture has them.
+
+    ``residual_scale`` multiplies what attention and MLP add.
+    """
+
+    # norms of either kind, or None
+    attn_norm: Any
+    mlp_norm: Any
 
     def __init__(
         self,
-        attn_norm: RMSNorm,
+        attn_norm: RMSNorm | None,
         self_attn: Attention,
-        mlp_norm: RMSNorm,
+        mlp_norm: RMSNorm | None,
         mlp: GatedMLP,
         post_attn_norm: RMSNorm | None = None,
         post_mlp_norm: RMSNorm | None = None,
+        *,
+        residual_scale: float = 1.0,
     ):
         super().__init__()
         self.attn_norm, self.self_attn, self.post_attn_norm = attn_norm, self_attn, post_attn_norm
         self.mlp_norm, self.mlp, self.post_mlp_norm = mlp_norm, mlp, post_mlp_norm
+        self.residual_scale = residual_scale
 
     def forward(self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None, layer: int) -> Tensor:
-        y = self.self_attn(self.attn_norm(x), inputs, cache, layer)
-        x = x + (y if self.post_attn_norm is None else self.post_attn_norm(y))
-        y = self.mlp(self.mlp_norm(x))
-        return x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
+        y = self.self_attn(_normed(self.attn_norm, x), inputs, cache, layer)
+        x = x + self._scaled(_normed(self.post_attn_norm, y))
+        y = self.mlp(_normed(self.mlp_norm, x))
+        return x + self._scaled(_normed(self.post_mlp_norm, y))
+
+    def _scaled(self, y: Tensor) -> Tensor:
+        return y if self.residual_scale == 1.0 else y * self.residual_scale
+
+    def extra_repr(self) -> str:
+        return f"residual_scale={self.residual_scale:g}" if self.residual_scale != 1.0 else ""
+
+
+def _normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 class Transformer(nn.Module):
@@ -70,11 +90,11 @@ class Transformer(nn.Module):
             norm,
             lm_head,
         )
-        self.rope = RotaryEmbedding(
-            config.head_dim, config.rope_theta, factor=config.rope_factor, divisors=rope_divisors
-        )
+        rotary, theta, scaling = config.rotary_dim, config.rope_theta, config.rope_scaling
+        divisors = scaling.divisors(rotary, theta) if rope_divisors is None else rope_divisors
+        self.rope = RotaryEmbedding(rotary, theta, divisors=divisors, magnitude=scaling.magnitude)
         local_theta = config.local_rope_theta
-        self.local_rope = None if local_theta is None else RotaryEmbedding(config.head_dim, local_theta)
+        self.local_rope = None if local_theta is None else RotaryEmbedding(rotary, local_theta)
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +118,7 @@ class Transformer(nn.Module):
         attention_mask [B, T] (only with an empty cache): 1 for tokens, 0 for padding, padding on the left.
         logits_to_keep n > 0 computes the head for the last n positions only.
         """
+        config = self.config
         batch, count = self._check_ids(input_ids)
         if logits_to_keep < 0:
             raise FormatError(f"logits_to_keep is {logits_to_keep}, expected 0 (all positions) or more")
@@ -110,13 +131,18 @@ class Transformer(nn.Module):
 
         inputs = self._attention_inputs(starts, batch, past, count)
         x = self.embed_tokens(input_ids)
-        if self.config.embedding_scale != 1.0:
-            x = x * self.config.embedding_scale
+        if config.embedding_scale != 1.0:
+            x = x * config.embedding_scale
         for index, layer in enumerate(self.layers):
-            x = layer(x, inputs[self.config.is_sliding(index)], cache, index)
+            x = layer(x, inputs[config.is_sliding(index)], cache, index)
         if cache is not None:
             cache.advance(count)
-        return ModelOutput(self.lm_head(self.norm(x[:, -logits_to_keep:])).float())
+        logits = self.lm_head(self.norm(x[:, -logits_to_keep:])).float()
+        if config.logit_scale != 1.0:
+            logits = logits * config.logit_scale
+        if cap := config.final_softcap:
+            logits = torch.tanh(logits / cap) * cap
+        return ModelOutput(logits)
 
     def _check_ids(self, input_ids: Tensor) -> tuple[int, int]:
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32) or 0 in input_ids.shape:

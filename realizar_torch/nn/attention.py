@@ -17,7 +17,7 @@ from realizar_torch.nn.rope import rotate
 class AttentionInputs:
     """What all layers of one kind (global or sliding) share in one forward pass.
 
-    ``cos``/``sin``: fp32 [B, 1, T, head_dim/2]. ``mask``: bool [B, 1, T, S], True where a query may look;
+    ``cos``/``sin``: fp32 [B, 1, T, rotary_dim/2]. ``mask``: bool [B, 1, T, S], True where a query may look;
     None means plainly causal for T > 1 and everything for T = 1.
     """
 
@@ -27,9 +27,11 @@ class AttentionInputs:
 
 
 class Attention(nn.Module):
-    """Projections, optional per-head RMSNorm, rotary embedding, scaled dot product, output projection.
+    """Projections, optional norm of q and k, rotary embedding, scaled dot product, output projection.
 
-    The projections are given by the caller (packed or dense); ``q_norm``/``k_norm`` may be None.
+    The projections are given by the caller (packed or dense). ``q_norm``/``k_norm`` may be None; they norm
+    each head, or all heads at once where they are that wide. ``rotary``: this layer rotates q and k.
+    ``softcap`` c > 0 replaces every scaled score s by c·tanh(s/c).
     """
 
     # packed or dense linears, or adapters around one
@@ -49,44 +51,72 @@ class Attention(nn.Module):
         scale: float,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        rotary: bool = True,
+        softcap: float = 0.0,
     ):
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = q_proj, k_proj, v_proj, o_proj
         self.q_norm, self.k_norm = q_norm, k_norm
         self.head_dim, self.scale = head_dim, scale
+        self.rotary, self.softcap = rotary, softcap
 
     def forward(
         self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None = None, layer: int = 0
     ) -> Tensor:
         """x [B, T, hidden] -> [B, T, hidden]; a cache gets the new keys and values of ``layer``."""
         batch, count, _ = x.shape
-        q, k, v = (
-            y.view(batch, count, -1, self.head_dim).transpose(1, 2)
-            for y in project(x, (self.q_proj, self.k_proj, self.v_proj))
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, inputs.cos, inputs.sin), rotate(k, inputs.cos, inputs.sin)
+        q, k, v = project(x, (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self._heads(q, self.q_norm), self._heads(k, self.k_norm), self._heads(v, None)
+        if self.rotary:
+            q, k = rotate(q, inputs.cos, inputs.sin), rotate(k, inputs.cos, inputs.sin)
         if cache is not None:
             k, v = cache.append(layer, k, v)
-        y = attend(q, k.to(q.dtype), v.to(q.dtype), inputs.mask, self.scale)
+        y = attend(q, k.to(q.dtype), v.to(q.dtype), inputs.mask, self.scale, self.softcap)
         return self.o_proj(y.transpose(1, 2).reshape(batch, count, -1))
 
+    def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """[B, T, H·head_dim] -> [B, H, T, head_dim], normed where there is a norm."""
+        whole = norm is not None and norm.features == x.shape[-1]
+        if norm is not None and whole:
+            x = norm(x)
+        heads = x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+        return heads if norm is None or whole else norm(heads)
+
     def extra_repr(self) -> str:
-        return f"head_dim={self.head_dim}, scale={self.scale:.6g}"
+        softcap = f", softcap={self.softcap:g}" if self.softcap else ""
+        return (
+            f"head_dim={self.head_dim}, scale={self.scale:.6g}{softcap}{'' if self.rotary else ', no RoPE'}"
+        )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """softmax(scale·q·kᵀ)·v for q [B, H, T, D] and k, v [B, KV, S, D] where KV divides H."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float = 0.0
+) -> Tensor:
+    """softmax(scale·q·kᵀ)·v for q [B, H, T, D] and k, v [B, KV, S, D] where KV divides H.
+
+    ``softcap`` c > 0: the scores are c·tanh(scale·q·kᵀ/c).
+    """
     group = q.shape[1] // k.shape[1]
     if group > 1:
         # Expanding the heads keeps the fused kernels; enable_gqa falls back to materialised scores.
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    if softcap:
+        return _capped(q, k, v, mask, scale, softcap)
     causal = False
     # a branch, because compilation with a symbolic number of queries takes no symbolic bool
     if mask is None and q.shape[2] > 1:
         causal = True
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
+    """``attend`` with capped scores, which the fused kernels do not know; scores and softmax in fp32."""
+    scores = torch.tanh((q @ k.transpose(-1, -2)).float() * (scale / softcap)) * softcap
+    if mask is None and q.shape[2] > 1:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(dim=-1).to(v.dtype) @ v
 
 
 def attention_mask(

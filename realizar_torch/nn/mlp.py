@@ -1,16 +1,24 @@
-"""Gated MLP: down(activation(gate(x)) * up(x))."""
+"""The two kinds of MLP: down(activation(gate(x)) * up(x)), and down(activation(up(x)))."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from realizar_torch.errors import FormatError
 from realizar_torch.nn.projection import project
+from realizar_torch.ops.checks import check_choice
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
 
 class GatedMLP(nn.Module):
-    """``activation`` is "silu" or "gelu_tanh"; the projections are given by the caller (packed or dense)."""
+    """``activation``: "silu", "gelu" (exact) or "gelu_tanh"; the projections are packed or dense."""
 
     gate_proj: Any
     up_proj: Any
@@ -18,19 +26,33 @@ class GatedMLP(nn.Module):
 
     def __init__(self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module, *, activation: str):
         super().__init__()
-        if activation not in ("silu", "gelu_tanh"):
-            raise FormatError(f"activation {activation!r} is unknown; known: silu, gelu_tanh")
+        check_choice("activation", activation, tuple(_ACTIVATIONS))
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> [..., hidden]."""
         gate, up = project(x, (self.gate_proj, self.up_proj))
-        if self.activation == "silu":
-            gate = functional.silu(gate)
-        else:
-            gate = functional.gelu(gate, approximate="tanh")
-        return self.down_proj(gate * up)
+        return self.down_proj(_ACTIVATIONS[self.activation](gate) * up)
+
+    def extra_repr(self) -> str:
+        return self.activation
+
+
+class MLP(nn.Module):
+    """Without a gate; otherwise as GatedMLP."""
+
+    up_proj: Any
+    down_proj: Any
+
+    def __init__(self, up_proj: nn.Module, down_proj: nn.Module, *, activation: str):
+        super().__init__()
+        check_choice("activation", activation, tuple(_ACTIVATIONS))
+        self.up_proj, self.down_proj, self.activation = up_proj, down_proj, activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden] -> [..., hidden]."""
+        return self.down_proj(_ACTIVATIONS[self.activation](self.up_proj(x)))
 
     def extra_repr(self) -> str:
         return self.activation

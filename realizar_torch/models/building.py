@@ -1,0 +1,177 @@
+"""ModelBuilder: the modules of a model from the tensors of its file."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from realizar_torch.checkpoint.gguf import GGUFFile, TensorInfo
+from realizar_torch.checkpoint.gguf_errors import shown_path
+from realizar_torch.errors import MissingTensorsError
+from realizar_torch.models.arch import QUERY_KEY_VALUE
+from realizar_torch.models.config import ModelConfig
+from realizar_torch.models.tensors import (
+    FUSED_QKV,
+    LAYER_TENSORS,
+    LONG_DIVISORS,
+    MODEL_TENSORS,
+    ROPE_DIVISORS,
+    SHORT_DIVISORS,
+)
+from realizar_torch.models.transformer import Block
+from realizar_torch.nn.attention import Attention
+from realizar_torch.nn.embedding import QuantizedEmbedding
+from realizar_torch.nn.linear import QuantizedLinear
+from realizar_torch.nn.mlp import GatedMLP
+from realizar_torch.nn.norm import LayerNorm, RMSNorm
+
+
+class ModelBuilder:
+    """Makes modules of one file's tensors, which ``models.tensors`` has checked.
+
+    Weights on the CPU stay views of the file's mapping, also those that are parts of a tensor. dtype: of
+    activations, norms and biases. activations: "float" or "int8", for every packed linear.
+    """
+
+    def __init__(
+        self, file: GGUFFile, config: ModelConfig, device: torch.device, dtype: torch.dtype, activations: str
+    ):
+        self.file, self.config = file, config
+        self.device, self.dtype, self.activations = device, dtype, activations
+
+    def floats(self, name: str) -> Tensor:
+        return self.file.read(name).to(device=self.device, dtype=self.dtype, copy=True)
+
+    def norm(self, name: str) -> RMSNorm:
+        weight = self.floats(f"{name}.weight")
+        kind = LayerNorm if self.config.arch.normalization == "layernorm" else RMSNorm
+        norm = kind(weight.numel(), self.config.norm_eps, device="meta", dtype=self.dtype)
+        norm.weight = nn.Parameter(weight, requires_grad=False)
+        if norm.bias is not None:
+            norm.bias = nn.Parameter(self.floats(f"{name}.bias"), requires_grad=False)
+        return norm
+
+    def linear(self, name: str, rows: slice | Tensor = slice(None)) -> nn.Module:
+        """The linear of a tensor, or of the given rows of it: a slice shares the file's memory."""
+        info = self.file.tensors[f"{name}.weight"]
+        bias = self.floats(f"{name}.bias")[rows] if f"{name}.bias" in self.file.tensors else None
+        return self._linear(info, self.file.read(f"{name}.weight")[rows], bias)
+
+    def _linear(self, info: TensorInfo, weight: Tensor, bias: Tensor | None) -> nn.Module:
+        in_features = info.shape[1]
+        if info.fmt.packed:
+            linear = QuantizedLinear.from_blocks(weight.to(self.device), in_features, info.fmt.name, bias)
+            linear.activations = self.activations
+            return linear.requires_grad_(False)
+        dense = nn.Linear(
+            in_features, weight.shape[0], bias=bias is not None, device="meta", dtype=self.dtype
+        )
+        dense.weight = nn.Parameter(weight.to(device=self.device, dtype=self.dtype), requires_grad=False)
+        if bias is not None:
+            dense.bias = nn.Parameter(bias)
+        return dense.requires_grad_(False)
+
+    def embedding(self, name: str) -> nn.Module:
+        info = self.file.tensors[f"{name}.weight"]
+        weight = self.file.read(f"{name}.weight").to(self.device)
+        if info.fmt.packed:
+            return QuantizedEmbedding.from_blocks(weight, info.shape[1], info.fmt.name, dtype=self.dtype)
+        dense = nn.Embedding(info.shape[0], info.shape[1], device="meta", dtype=self.dtype)
+        dense.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
+        return dense
+
+    def head(self, embedding: Any) -> nn.Module:
+        """The output head: its own tensor, or the embedding's weight shared."""
+        name = MODEL_TENSORS["lm_head"]
+        if f"{name}.weight" in self.file.tensors:
+            return self.linear(name)
+        bias = self.floats(f"{name}.bias") if f"{name}.bias" in self.file.tensors else None
+        info = self.file.tensors[f"{MODEL_TENSORS['embed_tokens']}.weight"]
+        head = self._linear(info, embedding.weight.detach(), bias)
+        head.weight = embedding.weight
+        return head
+
+    def block(self, layer: int) -> Block:
+        config, arch = self.config, self.config.arch
+        return Block(
+            self._layer_norm(layer, "attn_norm", arch.pre_norms),
+            self._attention(layer),
+            self._layer_norm(layer, "mlp_norm", arch.pre_norms),
+            self._mlp(layer),
+            self._layer_norm(layer, "post_attn_norm", arch.post_norms),
+            self._layer_norm(layer, "post_mlp_norm", arch.post_norms),
+            residual_scale=config.residual_scale,
+        )
+
+    def rope_divisors(self, max_seq_len: int) -> tuple[float, ...] | None:
+        """Divisors of the rotary frequencies that the file holds as a tensor, or None.
+
+        LongRoPE has two sets: a model that shall see more than ``original_length`` positions uses the long
+        one for all of them, as in llama.cpp; cached keys could not follow a later change.
+        """
+        long = max_seq_len > self.config.rope_scaling.original_length
+        for name in (ROPE_DIVISORS, LONG_DIVISORS if long else SHORT_DIVISORS):
+            if name in self.file.tensors:
+                divisors = self.file.read(name).double()
+                if not bool((divisors.isfinite() & (divisors > 0)).all()):
+                    raise MissingTensorsError(
+                        f"{shown_path(self.file.path)}: {name} holds values that are not positive and finite"
+                    )
+                return tuple(divisors.tolist())
+        return None
+
+    def _layer_norm(self, layer: int, module: str, present: bool) -> RMSNorm | None:
+        return self.norm(_name(layer, module)) if present else None
+
+    def _attention(self, layer: int) -> Attention:
+        config, arch = self.config, self.config.arch
+        q_proj, k_proj, v_proj = self._query_key_value(layer)
+        return Attention(
+            q_proj,
+            k_proj,
+            v_proj,
+            self.linear(_name(layer, "self_attn.o_proj")),
+            head_dim=config.head_dim,
+            scale=config.attention_scale,
+            q_norm=self._layer_norm(layer, "self_attn.q_norm", arch.qk_norm is not None),
+            k_norm=self._layer_norm(layer, "self_attn.k_norm", arch.qk_norm is not None),
+            rotary=config.is_rotary(layer),
+            softcap=config.attention_softcap,
+        )
+
+    def _query_key_value(self, layer: int) -> list[nn.Module]:
+        """q, k and v from a tensor each or from one."""
+        config = self.config
+        fused = f"blk.{layer}.{FUSED_QKV}"
+        if f"{fused}.weight" in self.file.tensors:
+            first, second = config.q_dim, config.q_dim + config.kv_dim
+            parts = (slice(0, first), slice(first, second), slice(second, None))
+            return [self.linear(fused, rows) for rows in parts]
+        rows: list[slice | Tensor] = [slice(None)] * 3
+        if config.arch.interleaved_qk:
+            heads = (config.num_heads, config.num_kv_heads)
+            rows[:2] = [_half_split_order(count, config.head_dim, config.rotary_dim) for count in heads]
+        return [self.linear(_name(layer, m), r) for m, r in zip(QUERY_KEY_VALUE, rows, strict=True)]
+
+    def _mlp(self, layer: int) -> GatedMLP:
+        config, arch = self.config, self.config.arch
+        up, inner = _name(layer, "mlp.up_proj"), config.intermediate_size
+        if arch.fused_gate_up:
+            gate_proj, up_proj = self.linear(up, slice(0, inner)), self.linear(up, slice(inner, None))
+        else:
+            gate_proj, up_proj = self.linear(_name(layer, "mlp.gate_proj")), self.linear(up)
+        down_proj = self.linear(_name(layer, "mlp.down_proj"))
+        return GatedMLP(gate_proj, up_proj, down_proj, activation=arch.activation)
+
+
+def _name(layer: int, module: str) -> str:
+    return f"blk.{layer}.{LAYER_TENSORS[module]}"
+
+
+def _half_split_order(heads: int, head_dim: int, rotary_dim: int) -> Tensor:
+    """Row order that undoes the interleaving: GGUF row 2i+h of a head was row h·(rotary_dim/2)+i."""
+    order = torch.arange(heads * head_dim).view(heads, head_dim)
+    order[:, :rotary_dim] = (
+        order[:, :rotary_dim].view(heads, -1, 2).transpose(1, 2).reshape(heads, rotary_dim)
+    )
+    return order.reshape(-1)

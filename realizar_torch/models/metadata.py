@@ -1,0 +1,59 @@
+"""Typed, checked access to the metadata keys of one architecture."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from realizar_torch.errors import GGUFError
+
+
+class Keys:
+    """The keys ``<architecture>.*``; GGUFError names a key that is missing or has an impossible value."""
+
+    def __init__(self, metadata: Mapping[str, Any], arch: str, source: str):
+        self._metadata, self._arch, self.source = metadata, arch, source
+
+    def __contains__(self, name: str) -> bool:
+        return f"{self._arch}.{name}" in self._metadata
+
+    def optional(self, name: str, kind: type, default: Any) -> Any:
+        key = f"{self._arch}.{name}"
+        return require(self._metadata, key, kind, self.source) if key in self._metadata else default
+
+    def positive(self, name: str, default: float | None = None, kind: type = int) -> Any:
+        key = f"{self._arch}.{name}"
+        if key not in self._metadata and default is not None:
+            value = default
+        else:
+            value = require(self._metadata, key, kind, self.source)
+        if not (value > 0 and math.isfinite(value)):
+            raise GGUFError(f"{self.source}: {key} is {value}, expected a positive number")
+        return value
+
+    def factor(self, name: str, default: float = 1.0) -> float:
+        """A finite number that multiplies something; 0 and a missing key mean ``default``."""
+        value = self.optional(name, float, 0)
+        if not math.isfinite(value):
+            raise GGUFError(f"{self.source}: {self._arch}.{name} is {value}, expected a finite number")
+        return float(value) or default
+
+    def flags(self, name: str) -> tuple[bool, ...] | int | None:
+        """An array of booleans, a positive number, or None where the key is missing."""
+        key = f"{self._arch}.{name}"
+        value = self._metadata.get(key)
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return tuple(bool(item) for item in value)
+        return self.positive(name) if value is not None else None
+
+
+def require(metadata: Mapping[str, Any], key: str, kind: type, source: str) -> Any:
+    """The value of ``key``; GGUFError if it is missing or of another type than ``kind``."""
+    if key not in metadata:
+        raise GGUFError(
+            f"{source}: metadata key {key!r} is missing; the file cannot describe a model without it"
+        )
+    value = metadata[key]
+    accepted = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise GGUFError(f"{source}: {key} is {type(value).__name__}, expected one {kind.__name__}")
+    return value
