@@ -99,7 +99,7 @@ def _op_calls(batch: tuple[int, ...]) -> list[tuple[torch._ops.OpOverload, tuple
     ]
 
 
-@pytest.mark.parametrize("batch", [(0,), (1,), (7,), (2, 3), ()], ids=str)
+@pytest.mark.parametrize("batch", [(0,), ()], ids=str)
 @pytest.mark.parametrize("call", range(len(_op_calls((1,)))))
 def test_opcheck(call: int, batch: tuple[int, ...]) -> None:
     op, args, kwargs = _op_calls(batch)[call]

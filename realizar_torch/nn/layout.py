@@ -25,7 +25,7 @@ class _Entry:
         return type(self), ()
 
     def save(self, module: "PackedModule", destination: MutableMapping[str, Tensor], key: str) -> None:
-        """Puts canonical bytes at ``key``: the ones that another module put into this state dict, or new ones."""
+        """Puts canonical bytes at ``key``: those another module put into this state dict, or new ones."""
         blocks = self._blocks()
         if blocks is None or self._packed() is not module.packed or destination.get(self._key) is not blocks:
             blocks = packing.unpack(module.packed, module.fmt, module.layout)

@@ -1,0 +1,102 @@
+"""opcheck over every cell of op × format × device × layout × {contiguous, strided, no rows}, or our error."""
+
+import pytest
+import torch
+from cases import PACKED, random_activations, random_blocks
+
+from realizar_torch import ops
+from realizar_torch.errors import FormatError
+from realizar_torch.packing import LAYOUTS, pack
+
+OPS = torch.ops.realizar_torch
+ROWS, COLUMNS = 3, 300
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+SHAPES = ("contiguous", "strided", "empty")
+NORM = {"normalization": "layernorm", "eps": 1e-5}
+
+
+class Cell:
+    """The arguments of one cell: ``strided`` takes every second column of floats and row of weights."""
+
+    def __init__(self, fmt: str, device: str, layout: str, shape: str):
+        self.fmt, self.device, self.shape = fmt, device, shape
+        self.step = 2 if shape == "strided" else 1
+        blocks = random_blocks(fmt, self.step * ROWS, COLUMNS)
+        self.weight = pack(blocks, fmt, layout).to(device)[:: self.step]
+        self.layout = {"layout": layout}
+
+    def floats(self, *lead: int) -> torch.Tensor:
+        return random_activations(*lead, self.step * COLUMNS).to(self.device)[..., :: self.step]
+
+    def x(self) -> torch.Tensor:
+        lead = {"contiguous": (2, 3), "strided": (2,), "empty": (0,)}[self.shape]
+        return self.floats(*lead).requires_grad_()
+
+    def vector(self, size: int) -> torch.Tensor:
+        return torch.randn(size, device=self.device, requires_grad=True)
+
+    def quantized(self) -> list[torch.Tensor]:
+        qx = ops.quantize_activations(self.x().detach(), self.fmt)
+        return [
+            part.repeat_interleave(self.step, -1)[..., :: self.step] for part in (qx.q, qx.scale, qx.sums)
+        ]
+
+    def ids(self) -> torch.Tensor:
+        ids = torch.tensor([2, 0, 1, 1], device=self.device)
+        return ids[:0] if self.shape == "empty" else ids[:: self.step]
+
+
+CALLS = {
+    "linear": lambda c: ((c.x(), c.weight, c.fmt, COLUMNS, c.vector(ROWS)), c.layout),
+    "linear-int8": lambda c: ((c.x(), c.weight, c.fmt, COLUMNS), {"activations": "int8"} | c.layout),
+    "embedding": lambda c: ((c.ids(), c.weight, c.fmt, COLUMNS), {"dtype": torch.float16} | c.layout),
+    "dequantize": lambda c: ((c.weight, c.fmt, COLUMNS), {"dtype": torch.bfloat16} | c.layout),
+    "norm_linear": lambda c: (
+        (c.x(), c.vector(COLUMNS), None, c.weight, c.fmt, COLUMNS, c.vector(ROWS)),
+        NORM | c.layout,
+    ),
+    "linear_quantized": lambda c: ((*c.quantized(), c.weight, c.fmt, COLUMNS), c.layout),
+    "quantize_activations": lambda c: ((c.x().detach(), c.fmt), {}),
+    "quantize": lambda c: ((c.floats(ROWS), c.fmt), {}),
+}
+
+
+def _takes_layout(call: str) -> bool:
+    return call not in ("quantize_activations", "quantize")
+
+
+CELLS = [
+    (call, fmt, layout, shape)
+    for call in CALLS
+    for fmt in PACKED
+    for layout in (LAYOUTS if _takes_layout(call) else ("ggml",))
+    for shape in SHAPES
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+def test_opcheck(cell: tuple[str, str, str, str], device: str) -> None:
+    call, fmt, layout, shape = cell
+    args, kwargs = CALLS[call](Cell(fmt, device, layout, shape))
+    op = getattr(OPS, call.removesuffix("-int8")).default
+    if layout == "ggml" or _has_kernels(fmt, layout, device):
+        torch.library.opcheck(op, args, kwargs)
+        return
+    with pytest.raises(FormatError, match=f"layout '{layout}'.*rt.unpack"):
+        op(*args, **kwargs)
+
+
+def _has_kernels(fmt: str, layout: str, device: str) -> bool:
+    if device == "cpu":
+        return layout == "ggml"
+    from realizar_torch.triton_kernels.decode import GGML_ONLY
+
+    return fmt not in GGML_ONLY
+
+
+def test_no_op_is_left_out() -> None:
+    """The dispatcher knows what this package has registered."""
+    names = torch._C._dispatch_get_all_op_names()
+    ours = {name.removeprefix("realizar_torch::") for name in names if name.startswith("realizar_torch::")}
+    assert {call.removesuffix("-int8") for call in CALLS} == ours
