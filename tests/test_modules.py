@@ -77,11 +77,16 @@ def test_to_linear_is_trainable_and_independent() -> None:
     assert torch.equal(module.bias, before)
 
 
-def test_extra_repr_names_the_format() -> None:
+def test_extra_repr_names_format_layout_and_bytes() -> None:
     assert repr(_linear()) == (
-        "QuantizedLinear(in_features=300, out_features=33, bias=True, fmt=Q4_K, activations=float)"
+        "QuantizedLinear(in_features=300, out_features=33, bias=True, activations=float, fmt=Q4_K, "
+        "layout=ggml, bytes=9636)"
     )
-    assert repr(_embedding()) == "QuantizedEmbedding(20, 300, fmt=Q8_0, dtype=torch.float32)"
+    embedding = _embedding()
+    rt.prepack(embedding, "planar")
+    assert repr(embedding) == (
+        "QuantizedEmbedding(20, 300, dtype=torch.float32, fmt=Q8_0, layout=planar, bytes=6800)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,6 @@ class QuantizedEmbedding(PackedModule):
         module.weight = weight
         return module
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of the table as stored."""
-        return self.stored.nbytes
-
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """``ids`` int64 or int32, any shape → ``[*ids.shape, embedding_dim]``; others are a FormatError."""
         return ops.embedding(
@@ -88,7 +83,8 @@ class QuantizedEmbedding(PackedModule):
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, fmt={self.fmt}, dtype={self.dtype}"
+        sizes = f"{self.num_embeddings}, {self.embedding_dim}{padding}"
+        return f"{sizes}, dtype={self.dtype}, {super().extra_repr()}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # .to(dtype) and .half() reach float tensors only; an empty one tells what they would do to the output

@@ -57,6 +57,14 @@ class PackedModule(nn.Module):
             )
         return self.packed
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the weight, and of a bias, as stored."""
+        return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
+
+    def extra_repr(self) -> str:
+        return f"fmt={self.fmt}, layout={self.layout}, bytes={self.memory_bytes}"
+
     def adopt(self, stored: Tensor, layout: str) -> None:
         """Replaces the weight by ``stored``, its bytes in ``layout`` (a Parameter where that is "ggml")."""
         for name in ("weight", "packed"):

@@ -19,7 +19,10 @@ class QuantizedLinear(PackedModule):
     ``weight``: ``uint8 [out_features, row_bytes]``, frozen bytes of ``fmt`` blocks, rows padded to whole
     blocks; it starts as zeros and is meant to be loaded. ``bias [out_features]`` is an ordinary parameter.
     ``activations="int8"`` quantizes the input in blocks of 32.
-    ``model.requires_grad_(True)`` raises inside torch for packed bytes: filter by ``p.is_floating_point()``.
+
+    ``model.requires_grad_(True)`` raises inside torch for packed bytes. What trains, averages or initialises
+    all parameters has to leave them out: ``[p for p in model.parameters() if p.is_floating_point()]``. An EMA
+    that multiplies them, as ``AveragedModel`` does, changes bytes for some decays without an error.
     """
 
     bias: nn.Parameter | None
@@ -77,11 +80,6 @@ class QuantizedLinear(PackedModule):
         spec = get_packed_format(self.fmt)
         return spec.blocks(self.in_features) * spec.block_size
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of weight and bias as stored."""
-        return self.stored.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
     def forward(self, x: torch.Tensor | QuantizedActivations) -> torch.Tensor:
         """``x [..., in_features]`` → ``[..., out_features]``; quantized activations give float32."""
         return ops.linear(
@@ -109,5 +107,5 @@ class QuantizedLinear(PackedModule):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, fmt={self.fmt}, activations={self.activations}"
+            f"bias={self.bias is not None}, activations={self.activations}, {super().extra_repr()}"
         )

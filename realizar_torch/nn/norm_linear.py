@@ -142,8 +142,8 @@ class FusedLayerNormLinear(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, eps={self.eps}, "
-            f"fmt={self.fmt}, normalization={self.normalization}, zero_centered={self.zero_centered}, "
-            f"activations={self.activations}"
+            f"normalization={self.normalization}, zero_centered={self.zero_centered}, "
+            f"activations={self.activations}, fmt={self.fmt}, layout=ggml, bytes={self.memory_bytes}"
         )
 
     def _adopt(self, linears: Sequence[Linear], activations: str, several: bool) -> None:
