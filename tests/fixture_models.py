@@ -1,0 +1,101 @@
+"""The models behind tests/fixtures: tiny random transformers models, odd on purpose, one per convention.
+
+Three query heads share a key head, head sizes are not hidden/heads where the architecture allows it, the
+vocabulary is no multiple of 32, biases are large and norm weights far from 1. Windows, and the lengths at
+which RoPE is scaled, are 16, so that a prompt of 60 tokens is beyond all of them.
+"""
+
+from typing import Any
+
+import torch
+
+VOCAB, WINDOW, PROMPT = 99, 16, 60
+# sizes of architectures that tell the head size, and of those whose heads are hidden/heads wide
+FREE = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
+BOUND = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+COMMON = {
+    "vocab_size": VOCAB,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 128,
+    "attn_implementation": "eager",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": WINDOW,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4 * WINDOW,
+}
+
+# fixture -> transformers model class (without its ending), entries of its config
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", FREE | {"rope_parameters": LLAMA3}),
+    "llama-linear": (
+        "Llama",
+        FREE
+        | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
+        | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
+    "mistral": ("Mistral", FREE | {"sliding_window": WINDOW}),
+    "smollm3": (
+        "SmolLM3",
+        BOUND | {"num_hidden_layers": 4, "intermediate_size": 24, "tie_word_embeddings": True},
+    ),
+    "qwen2": ("Qwen2", BOUND | {"rope_parameters": YARN}),
+    "qwen3": ("Qwen3", FREE | {"tie_word_embeddings": True}),
+    "gemma3": (
+        "Gemma3",
+        FREE
+        | {"num_hidden_layers": 6, "head_dim": 8, "intermediate_size": 32, "tie_word_embeddings": True}
+        | {"sliding_window": WINDOW, "query_pre_attn_scalar": 8}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            }
+        },
+    ),
+}
+
+
+def make_model(name: str) -> torch.nn.Module:
+    """The transformers model in fp32, whose matrices are exact in half precision."""
+    import transformers
+
+    stem, entries = MODELS[name]
+    model_class = getattr(transformers, f"{stem}ForCausalLM")
+    model = model_class(model_class.config_class(**COMMON | entries)).eval()
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.copy_(_values(stem, key, parameter, generator))
+    return model
+
+
+def _values(stem: str, key: str, parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(parameter.shape, generator=generator)
+    if parameter.ndim == 1 and key.endswith("bias"):
+        return noise
+    if parameter.ndim == 1:
+        # Gemma's norms multiply with one more than their weight
+        return noise.sigmoid() * 1.6 + (-0.8 if stem.startswith("Gemma") else 0.2)
+    spread = 1.0 if "embed" in key else 1.6 / parameter.shape[1] ** 0.5
+    return (noise * spread).half().float()
+
+
+def prompt(name: str) -> torch.Tensor:
+    """int64 [1, PROMPT]"""
+    generator = torch.Generator().manual_seed(len(name))
+    return torch.randint(3, VOCAB, (1, PROMPT), generator=generator)
