@@ -38,6 +38,15 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 4 * WINDOW,
 }
+# rotates 6 of the 8 elements of a head
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": WINDOW,
+    "short_factor": [1.0, 1.3, 1.7],
+    "long_factor": [1.5, 4.0, 9.0],
+}
 
 # fixture -> transformers model class (without its ending), entries of its config
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,6 +64,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2": ("Qwen2", BOUND | {"rope_parameters": YARN}),
     "qwen3": ("Qwen3", FREE | {"tie_word_embeddings": True}),
+    "phi3": ("Phi3", BOUND | {"sliding_window": WINDOW}),
+    "phi3-long": ("Phi3", BOUND | {"rope_parameters": LONGROPE}),
+    "gemma": ("Gemma", FREE | {"tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2",
+        FREE
+        | {"num_hidden_layers": 3, "head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": True}
+        | {"sliding_window": WINDOW, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+    ),
     "gemma3": (
         "Gemma3",
         FREE
@@ -64,6 +82,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            }
+        },
+    ),
+    "granite": (
+        "Granite",
+        BOUND
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.6, "tie_word_embeddings": True}
+        | {"attention_multiplier": 0.5, "logits_scaling": 2.5},
+    ),
+    "olmo2": ("Olmo2", BOUND),
+    "olmo3": (
+        "Olmo3",
+        BOUND
+        | {"num_hidden_layers": 3, "intermediate_size": 32, "sliding_window": WINDOW}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+        | {
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
             }
         },
     ),
@@ -93,6 +130,11 @@ def _values(stem: str, key: str, parameter: torch.Tensor, generator: torch.Gener
         return noise.sigmoid() * 1.6 + (-0.8 if stem.startswith("Gemma") else 0.2)
     spread = 1.0 if "embed" in key else 1.6 / parameter.shape[1] ** 0.5
     return (noise * spread).half().float()
+
+
+def is_long(name: str) -> bool:
+    """True where short texts have frequencies of their own (LongRoPE)."""
+    return MODELS[name][1].get("rope_parameters") is LONGROPE
 
 
 def prompt(name: str) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Writes tests/fixtures: ``python tests/make_fixtures.py LLAMA_CPP [NAME ...]``.
 
-LLAMA_CPP is the source folder of llama.cpp, as in the sdist of llama-cpp-python 0.3.36 (``vendor/llama.cpp``).
+LLAMA_CPP: the source folder of llama.cpp, as in the sdist of llama-cpp-python 0.3.36 (``vendor/llama.cpp``).
 Each model of ``fixture_models`` is converted by its ``convert_hf_to_gguf.py`` in half precision, which its
-matrices survive exactly; ``NAME.npz`` holds a prompt (``ids``) and transformers' fp32 ``logits`` for it.
+matrices survive exactly; ``NAME.npz`` holds a prompt (``ids``) and transformers' fp32 ``logits`` for it, for
+LongRoPE also those of the first 16 ids alone (``short``).
 """
 
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fixture_models import MODELS, VOCAB, make_model, prompt
+from fixture_models import MODELS, VOCAB, WINDOW, is_long, make_model, prompt
 
 FIXTURES = Path(__file__).parent / "fixtures"
 # entries that the converter asks for and transformers 5 no longer writes
@@ -28,6 +29,7 @@ def main() -> None:
         model, ids = make_model(name), prompt(name)
         with torch.inference_mode():
             logits = model(ids).logits
+            short = {"short": model(ids[:, :WINDOW]).logits.numpy()} if is_long(name) else {}
         assert logits.isfinite().all() and logits.std() > 1, (name, logits.std())
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
@@ -35,7 +37,7 @@ def main() -> None:
             config = Path(folder) / "config.json"
             config.write_text(json.dumps(json.loads(config.read_text()) | OLD_ENTRIES.get(name, {})))
             _convert(Path(llama_cpp), Path(folder), FIXTURES / f"{name}.gguf")
-        np.savez_compressed(FIXTURES / f"{name}.npz", ids=ids.numpy(), logits=logits.numpy())
+        np.savez_compressed(FIXTURES / f"{name}.npz", ids=ids.numpy(), logits=logits.numpy(), **short)
         sizes = [(FIXTURES / f"{name}.{kind}").stat().st_size for kind in ("gguf", "npz")]
         assert sum(sizes) <= 150_000, (name, sizes)
         print(f"{name}: {sizes[0]} + {sizes[1]} bytes, logits {logits.std():.2f}")

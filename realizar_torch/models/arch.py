@@ -39,7 +39,8 @@ class ArchSpec:
     # Layers with a sliding window, if the file tells its size (or this default); () where none can have one.
     sliding_pattern: tuple[bool, ...] = ()
     sliding_window: int = 0
-    # RoPE base of sliding layers where it is another one; they are not scaled then.
+    # Sliding layers rotate without the file's scaling; their base where it is another one.
+    local_rope: bool = False
     local_rope_theta: float | None = None
     # Layer count of the variant whose attention is scaled by sqrt(hidden/heads) instead of sqrt(head_dim).
     width_scaled_layers: int = 0
@@ -73,6 +74,19 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
             ArchSpec("smollm3", interleaved_qk=True, rotary_pattern=(True, True, True, False)),
             ArchSpec("qwen2", biases=QUERY_KEY_VALUE, sliding_pattern=(True,), hidden_window=True),
             ArchSpec("qwen3", qk_norm="head"),
+            ArchSpec("phi3", fused_gate_up=True, sliding_pattern=(True,)),
+            ArchSpec("gemma", activation="gelu_tanh", scale_embedding=True),
+            ArchSpec(
+                "gemma2",
+                activation="gelu_tanh",
+                post_norms=True,
+                scale_embedding=True,
+                sliding_pattern=(True, False),
+                sliding_window=4096,
+                attention_softcap=50.0,
+                final_softcap=30.0,
+                width_scaled_layers=46,
+            ),
             ArchSpec(
                 "gemma3",
                 activation="gelu_tanh",
@@ -81,8 +95,18 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
                 scale_embedding=True,
                 sliding_pattern=(True,) * 5 + (False,),
                 rope_theta=1_000_000.0,
+                local_rope=True,
                 local_rope_theta=10_000.0,
                 width_scaled_layers=62,
+            ),
+            ArchSpec("granite", interleaved_qk=True, logit_scale="divides"),
+            ArchSpec(
+                "olmo2",
+                pre_norms=False,
+                post_norms=True,
+                qk_norm="whole",
+                sliding_pattern=(True, True, True, False),
+                local_rope=True,
             ),
         )
     }

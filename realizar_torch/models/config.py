@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from realizar_torch.errors import GGUFError, UnsupportedArchitectureError
 from realizar_torch.models.arch import ArchSpec, get_arch
-from realizar_torch.models.metadata import Keys, require
+from realizar_torch.models.metadata import MODULE_ROWS, Keys, require
 from realizar_torch.models.rope_scaling import RopeScaling, read_rope_scaling
 
 
@@ -73,6 +73,8 @@ class ModelConfig:
         """Reads ``<architecture>.*`` keys. GGUFError names a key that is missing or has an impossible value;
         UnsupportedArchitectureError names a feature that is not implemented."""
         arch = get_arch(require(metadata, "general.architecture", str, source), source)
+        if MODULE_ROWS in metadata:
+            arch = replace(arch, interleaved_qk=False, fused_gate_up=False)
         keys = Keys(metadata, arch.name, source)
         _refuse_other_mathematics(keys, arch)
 
@@ -85,6 +87,7 @@ class ModelConfig:
         head_dim = keys.positive("attention.key_length", default=hidden // heads)
         scale = arch.attention_scale(hidden, layers, heads, head_dim)
         logit_scale = keys.factor("logit_scale")
+        theta = keys.positive("rope.freq_base", default=arch.rope_theta, kind=float)
         window, pattern = _sliding(keys, arch, layers)
         return cls(
             arch=arch,
@@ -97,11 +100,11 @@ class ModelConfig:
             head_dim=head_dim,
             context_length=keys.positive("context_length"),
             norm_eps=keys.positive(_EPSILON[arch.normalization], kind=float),
-            rope_theta=keys.positive("rope.freq_base", default=arch.rope_theta, kind=float),
+            rope_theta=theta,
             rotary_dim=_rotary_dim(keys, head_dim),
             rope_scaling=read_rope_scaling(keys),
             attention_scale=keys.factor("attention.scale", default=scale),
-            local_rope_theta=_local_rope_theta(keys, arch) if window else None,
+            local_rope_theta=_local_rope_theta(keys, arch, theta) if window and arch.local_rope else None,
             sliding_window=window,
             sliding_pattern=pattern,
             embedding_scale=keys.factor(
@@ -160,10 +163,9 @@ def _sliding(keys: Keys, arch: ArchSpec, layers: int) -> tuple[int | None, tuple
     return window, pattern
 
 
-def _local_rope_theta(keys: Keys, arch: ArchSpec) -> float | None:
-    if arch.local_rope_theta is None:
-        return None
-    return keys.positive("rope.freq_base_swa", default=arch.local_rope_theta, kind=float)
+def _local_rope_theta(keys: Keys, arch: ArchSpec, theta: float) -> float:
+    default = theta if arch.local_rope_theta is None else arch.local_rope_theta
+    return keys.positive("rope.freq_base_swa", default=default, kind=float)
 
 
 def _softcap(keys: Keys, name: str, default: float) -> float:
