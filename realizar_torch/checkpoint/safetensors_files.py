@@ -43,7 +43,8 @@ class StoredTensor:
 class SafetensorsFiles:
     """``model.safetensors`` of a directory, or every file that ``model.safetensors.index.json`` names.
 
-    paths: the files in order. tensors: StoredTensor by name. CheckpointError for a file that is missing or
+    paths: the files in order. metadata: the texts each file carries beside its tensors. tensors: StoredTensor
+    by name. CheckpointError for a file that is missing or
     cannot be right, IncompleteShardsError where files and index disagree. Data is mapped, not read; the
     mapping is private, as that of GGUFFile.
     """
@@ -59,9 +60,11 @@ class SafetensorsFiles:
             advice = "Download the missing files."
             raise _disagreement(directory, found, f"also {listed}", advice)
         self._mappings = [_map(path) for path in self.paths]
+        self.metadata: list[Mapping[str, str]] = []
         tensors: dict[str, StoredTensor] = {}
         for shard, (path, data) in enumerate(zip(self.paths, self._mappings, strict=True)):
-            own = _read_table(path, data, shard)
+            own, metadata = _read_table(path, data, shard)
+            self.metadata.append(metadata)
             if doubled := tensors.keys() & own.keys():
                 found = f"tensor {shown(min(doubled))}, which an earlier file has too"
                 raise _disagreement(path, found, "every tensor once", DAMAGED)
@@ -116,7 +119,7 @@ def _map(path: Path) -> mmap.mmap:
         raise CheckpointError(complaint(shown_path(path), "path", found, "a safetensors file")) from error
 
 
-def _read_table(path: Path, data: mmap.mmap, shard: int) -> dict[str, StoredTensor]:
+def _read_table(path: Path, data: mmap.mmap, shard: int) -> tuple[dict[str, StoredTensor], Mapping[str, str]]:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -130,8 +133,8 @@ def _read_table(path: Path, data: mmap.mmap, shard: int) -> dict[str, StoredTens
     # from here on the library has vouched for every number
     start = 8 + int.from_bytes(data[:8], "little")
     header: dict[str, Any] = json.loads(data[8:start])
-    header.pop("__metadata__", None)
-    return {
+    metadata = header.pop("__metadata__", {})
+    tensors = {
         name: StoredTensor(
             name,
             entry["dtype"],
@@ -142,6 +145,7 @@ def _read_table(path: Path, data: mmap.mmap, shard: int) -> dict[str, StoredTens
         )
         for name, entry in header.items()
     }
+    return tensors, metadata
 
 
 def _compare(directory: Path, expected: Mapping[str, str], found: Mapping[str, str]) -> None:

@@ -1,19 +1,25 @@
 """CausalLM: a Transformer that generates, and load(), which makes one from a file."""
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.checkpoint.gguf_errors import shown_path
 from realizar_torch.checkpoint.hub import find_model
+from realizar_torch.checkpoint.source import ModelSource
 from realizar_torch.errors import BackendUnavailableError, FormatError
 from realizar_torch.generation.gpu_state import GpuStates
 from realizar_torch.generation.loop import generate_ids
+from realizar_torch.generation.workspace import MAX_BATCH
 from realizar_torch.models.config import ModelConfig
+from realizar_torch.models.encoding import EncodedSource
 from realizar_torch.models.loading import load_transformer
+from realizar_torch.models.overrides import OverriddenSource
+from realizar_torch.models.saved_format import Origin
+from realizar_torch.models.sources import open_source, open_tokenizer
 from realizar_torch.models.transformer import Transformer
 from realizar_torch.ops.checks import ACTIVATIONS, FLOATS, check_choice
 from realizar_torch.surgery import prepack
@@ -25,7 +31,8 @@ class CausalLM(Transformer):
     """What ``rt.load`` returns.
 
     max_seq_len: positions a request may use, prompt included. eos_token_ids: ids that end a sequence unless
-    the caller names others. pad_token_id: fills rows that end early.
+    the caller names others. pad_token_id: fills rows that end early. origin: what rt.save writes beside the
+    weights.
     """
 
     def __init__(self, config: ModelConfig, *modules: Any, **options: Any):
@@ -33,6 +40,7 @@ class CausalLM(Transformer):
         self.max_seq_len = min(config.context_length, DEFAULT_MAX_SEQ_LEN)
         self.eos_token_ids: tuple[int, ...] = ()
         self.pad_token_id: int | None = None
+        self.origin: Origin | None = None
         self.gpu_states = GpuStates()
 
     generate = generate_ids
@@ -44,45 +52,50 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str = "auto",
     max_seq_len: int | None = None,
+    batch_size: int = 1,
     activations: str = "int8",
+    quantize: str | Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[CausalLM, Any]:
-    """(model, tokenizer) of a GGUF file, any shard of a split one, a directory that holds one, or
-    ``owner/name:QUANT`` on the Hugging Face Hub.
+    """(model, tokenizer) of a GGUF file, any shard of a split one, a directory that holds one, that rt.save
+    wrote or that is a Hugging Face one (config.json, safetensors, tokenizer.json), or ``owner/name:QUANT`` on
+    the Hugging Face Hub.
 
-    device: None is a GPU if torch sees one, else the CPU. dtype: of activations, norms and KV cache; "auto"
-    is bfloat16 on a GPU and float32 elsewhere. max_seq_len: positions a request may use; None is min(the
-    file's context length, 4096). activations: "int8" or "float", the numerics of packed linears. progress:
-    called with (layers loaded, layers in all).
+    device: None is a GPU if torch sees one, else the CPU. dtype: of activations, norms, KV cache and dense
+    weights, a torch dtype or its name; "auto" is bfloat16 on a GPU and float32 elsewhere. max_seq_len:
+    positions a request may use; None is min(the file's context length, 4096). batch_size: sequences, 1 to 32,
+    that a GPU's KV cache is made for at once; a larger request makes it grow. activations: "int8" or "float",
+    the numerics of packed linears. quantize: a packed format, or patterns on GGUF names and their formats,
+    for the dense matrices of the file, encoded one by one while they are read (``models.encoding``). config:
+    metadata keys that replace the file's, {"llama.rope.freq_base": 1e6}. tokenizer: in place of the file's
+    own, a Tokenizer or the path of a model or a tokenizer.json. progress: called with (layers loaded, layers
+    in all).
 
-    GGUFError, UnsupportedArchitectureError, MissingTensorsError and IncompleteShardsError say what is wrong
-    with the file, FormatError what is wrong with an argument, before any weight is read.
+    CheckpointError (GGUFError for GGUF), UnsupportedArchitectureError, MissingTensorsError and
+    IncompleteShardsError say what is wrong with the file, FormatError what is wrong with an argument, before
+    any weight is read.
     """
-    from realizar_torch.checkpoint.tokenizer import Tokenizer
-
     if not isinstance(path_or_ref, str | Path) or not str(path_or_ref):
         raise FormatError(f"path_or_ref is {path_or_ref!r}, expected a path or a Hub reference")
     check_choice("activations", activations, ACTIVATIONS)
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     target = _usable_device(device)
-    if dtype == "auto":
-        dtype = torch.bfloat16 if target.type == "cuda" else torch.float32
-    if dtype not in FLOATS:
-        raise FormatError(f"dtype is {dtype!r}, expected 'auto' or one of {', '.join(map(str, FLOATS))}")
-    file = open_gguf(find_model(path_or_ref))
-    config = ModelConfig.from_gguf(file.metadata, shown_path(file.path))
-    longest = config.context_length
-    if max_seq_len is not None and (type(max_seq_len) is not int or not 1 <= max_seq_len <= longest):
-        raise FormatError(
-            f"max_seq_len is {max_seq_len!r}, but the file was made for 1 to {longest} positions"
-        )
-    tokenizer = Tokenizer.from_gguf(file.metadata)
-    positions = min(longest, DEFAULT_MAX_SEQ_LEN) if max_seq_len is None else max_seq_len
+    number_type = _float_type(dtype, target)
+    if type(batch_size) is not int or not 1 <= batch_size <= MAX_BATCH:
+        raise FormatError(f"batch_size is {batch_size!r}; expected 1 to {MAX_BATCH}")
+
+    source: ModelSource = open_source(find_model(path_or_ref))
+    overridden = OverriddenSource(source, {} if config is None else config)
+    source = overridden if quantize is None else EncodedSource(overridden, quantize)
+    longest = ModelConfig.from_gguf(source.metadata, shown_path(source.path)).context_length
+    positions = _positions(max_seq_len, longest)
+    opened = open_tokenizer(source if tokenizer is None else tokenizer)
+    overridden.check_read()
     model = load_transformer(
-        file,
+        source,
         device=target,
-        dtype=dtype,
+        dtype=number_type,
         activations=activations,
         max_seq_len=positions,
         model_class=CausalLM,
@@ -90,15 +103,47 @@ def load(
     )
     assert isinstance(model, CausalLM)
     prepack(model)
+    model.origin = Origin.of(source)
     model.max_seq_len = positions
-    model.eos_token_ids, model.pad_token_id = tokenizer.eos_token_ids, tokenizer.pad_token_id
-    return model, tokenizer
+    model.eos_token_ids, model.pad_token_id = opened.eos_token_ids, opened.pad_token_id
+    if target.type == "cuda" and batch_size > 1:
+        model.gpu_states.take(model, batch_size, positions).close()
+    return model, opened
 
 
-def _usable_device(device: torch.device | str) -> torch.device:
-    """The device, if a tensor can be made there."""
+def _usable_device(device: torch.device | str | None) -> torch.device:
+    """The device, if a tensor can be made there; None: a GPU if there is one."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.empty(0, device=device).device
+        target = torch.empty(0, device=device).device
     except (AssertionError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise BackendUnavailableError(f"device {str(device)!r} cannot be used: {reason}") from None
+    if target.type == "meta":
+        raise FormatError("device is 'meta', where tensors have no values; load to 'cpu' or 'cuda'")
+    return target
+
+
+def _float_type(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
+    names = {str(known).removeprefix("torch."): known for known in FLOATS}
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    found = names.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in FLOATS:
+        raise FormatError(f"dtype is {dtype!r}, expected 'auto' or one of {', '.join(names)}")
+    return found
+
+
+def _positions(max_seq_len: int | None, longest: int) -> int:
+    if max_seq_len is None:
+        return min(longest, DEFAULT_MAX_SEQ_LEN)
+    try:
+        positions = operator.index(max_seq_len)
+    except TypeError:
+        positions = 0
+    if isinstance(max_seq_len, bool) or not 1 <= positions <= longest:
+        raise FormatError(
+            f"max_seq_len is {max_seq_len!r}, but the file was made for 1 to {longest} positions"
+        )
+    return positions

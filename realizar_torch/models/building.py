@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from realizar_torch.checkpoint.gguf import GGUFFile, TensorInfo
+from realizar_torch.checkpoint.gguf import TensorInfo
 from realizar_torch.checkpoint.gguf_errors import shown_path
+from realizar_torch.checkpoint.source import ModelSource
 from realizar_torch.errors import MissingTensorsError
 from realizar_torch.models.arch import QUERY_KEY_VALUE
 from realizar_torch.models.config import ModelConfig
@@ -34,7 +35,12 @@ class ModelBuilder:
     """
 
     def __init__(
-        self, file: GGUFFile, config: ModelConfig, device: torch.device, dtype: torch.dtype, activations: str
+        self,
+        file: ModelSource,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        activations: str,
     ):
         self.file, self.config = file, config
         self.device, self.dtype, self.activations = device, dtype, activations

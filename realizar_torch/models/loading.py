@@ -1,11 +1,11 @@
-"""From a GGUF file to a Transformer: every tensor is bound by name, or nothing is loaded."""
+"""From an open model source to a Transformer: every tensor is bound by name, or nothing is loaded."""
 
 from collections.abc import Callable
 
 import torch
 
-from realizar_torch.checkpoint.gguf import GGUFFile
 from realizar_torch.checkpoint.gguf_errors import shown_path
+from realizar_torch.checkpoint.source import ModelSource
 from realizar_torch.models.building import ModelBuilder
 from realizar_torch.models.config import ModelConfig
 from realizar_torch.models.tensors import MODEL_TENSORS, check_tensors
@@ -13,7 +13,7 @@ from realizar_torch.models.transformer import Transformer
 
 
 def load_transformer(
-    file: GGUFFile,
+    file: ModelSource,
     *,
     device: torch.device,
     dtype: torch.dtype,
@@ -22,7 +22,7 @@ def load_transformer(
     model_class: type[Transformer] = Transformer,
     progress: Callable[[int, int], None] | None = None,
 ) -> Transformer:
-    """Builds the model of an open file. Weights on the CPU stay views of the private file mapping.
+    """Builds the model of an open source. Weights on the CPU stay views of its private file mapping.
 
     dtype: of activations, norms and biases. activations: "float" or "int8", for every packed linear.
     max_seq_len: positions that the model shall see, which decides between the two sets of LongRoPE; None:

@@ -6,6 +6,9 @@ from typing import Any
 
 from realizar_torch.errors import GGUFError
 
+# Of models that rt.save wrote: rows stand in the order of the modules, not in that of GGUF converters.
+MODULE_ROWS = "realizar_torch.module_rows"
+
 
 class Keys:
     """The keys ``<architecture>.*``; GGUFError names a key that is missing or has an impossible value."""

@@ -1,0 +1,210 @@
+"""transformers' config.json as GGUF metadata: one row per key, one row per kind of model.
+
+The keys and their meaning are those that llama.cpp's converter writes (conversion/base.py), so that a
+directory and the GGUF file made from it describe the same model.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from realizar_torch.checkpoint.gguf_errors import complaint, shown
+from realizar_torch.errors import CheckpointError, UnsupportedArchitectureError
+from realizar_torch.models.arch import ArchSpec, get_arch
+from realizar_torch.models.hf_rope import rope_entries
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """What a ``model_type`` of config.json is in GGUF, and how its safetensors differ from GGUF's tensors.
+
+    arch: the row in ``models.arch``. norm_offset: what converters add to norm weights (Gemma's 1). tied:
+    whether the head is the embedding where config.json does not say. transposed: matrices stored [in, out],
+    by the last part of their GGUF name. grouped_qkv: the fused rows are stored as [key head, (its queries,
+    k, v)], which converters sort into all of q, k and v. defaults: entries that config.json may leave out.
+    """
+
+    arch: str
+    norm_offset: float = 0.0
+    tied: bool = False
+    transposed: tuple[str, ...] = ()
+    grouped_qkv: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+HF_MODELS: Mapping[str, HFModel] = MappingProxyType(
+    {
+        "llama": HFModel("llama"),
+        "mistral": HFModel("llama"),
+        "smollm3": HFModel("smollm3", tied=True),
+        "qwen2": HFModel("qwen2"),
+        "qwen3": HFModel("qwen3"),
+        "gemma3_text": HFModel("gemma3", norm_offset=1.0, tied=True),
+    }
+)
+
+_ACTIVATIONS = {"silu": ("silu", "swish"), "gelu": ("gelu",), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new")}
+
+
+def find_hf_model(config: Config, source: str) -> HFModel:
+    """The row of ``model_type``; UnsupportedArchitectureError lists the known ones."""
+    kind = str(config.get("model_type"))
+    if kind not in HF_MODELS:
+        raise UnsupportedArchitectureError(
+            f"{source}: model_type {shown(kind)} is not supported; supported: {', '.join(HF_MODELS)}"
+        )
+    if "quantization_config" in config:
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedArchitectureError(
+            f"{source}: the weights are already quantized ({shown(str(method))}); "
+            "take the model in bf16 or fp16, or as a GGUF file"
+        )
+    return HF_MODELS[kind]
+
+
+def gguf_metadata(config: Config, source: str) -> dict[str, Any]:
+    """The metadata a converter would write for ``config``, without the tokenizer's.
+
+    CheckpointError for an entry that is missing or cannot be right, UnsupportedArchitectureError for a model
+    or feature that is not implemented.
+    """
+    model = find_hf_model(config, source)
+    spec = get_arch(model.arch, source)
+    config = {**model.defaults, **{key: value for key, value in config.items() if value is not None}}
+    config |= rope_entries(config, source)
+    _check_activation(config, spec, source)
+    metadata: dict[str, Any] = {"general.architecture": model.arch}
+    for key, read in _ROWS.items():
+        try:
+            value = read(config)
+        except (TypeError, ValueError, ZeroDivisionError, AttributeError, OverflowError) as error:
+            raise CheckpointError(
+                complaint(source, f"entries for {key!r}", f"values that give {error}", "numbers")
+            ) from None
+        if value is not None:
+            metadata[f"{model.arch}.{key}"] = value
+        elif key in _REQUIRED:
+            raise CheckpointError(complaint(source, "entries", f"none for {key!r}", _REQUIRED[key]))
+    if not spec.sliding_pattern:
+        metadata = _within_window(metadata, model.arch)
+    return metadata
+
+
+def head_dim(config: Config) -> int | None:
+    """Elements of one head, stated or hidden size over heads."""
+    stated, hidden, heads = _first(config, "head_dim"), _hidden(config), _heads(config)
+    return stated if stated is not None or not hidden or not heads else hidden // heads
+
+
+def _first(config: Config, *names: str) -> Any:
+    return next((config[name] for name in names if name in config), None)
+
+
+def _any_of(*names: str) -> Callable[[Config], Any]:
+    return lambda config: _first(config, *names)
+
+
+_hidden = _any_of("hidden_size", "n_embd")
+_heads = _any_of("num_attention_heads", "n_head")
+
+
+def _float_of(*names: str) -> Callable[[Config], float | None]:
+    def read(config: Config) -> float | None:
+        value = _first(config, *names)
+        return None if value is None else float(value)
+
+    return read
+
+
+def _rotary_dim(config: Config) -> int | None:
+    size = head_dim(config)
+    return None if size is None else int(size * _first({**config, "one": 1.0}, *_PARTIAL, "one"))
+
+
+def _window(config: Config) -> int | None:
+    """The sliding window, where any layer has one."""
+    kinds = config.get("layer_types", ["sliding_attention"])
+    if not config.get("use_sliding_window", True) or "sliding_attention" not in kinds:
+        return None
+    return config.get("sliding_window")
+
+
+def _window_pattern(config: Config) -> Any:
+    """Which layers have it: a flag for each, or the period of which the last sees everything."""
+    if "layer_types" in config:
+        return [kind == "sliding_attention" for kind in config["layer_types"]] if _window(config) else None
+    if "max_window_layers" in config:
+        return [layer >= config["max_window_layers"] for layer in range(config["num_hidden_layers"])]
+    return config.get("sliding_window_pattern")
+
+
+def _attention_scale(config: Config) -> float | None:
+    scalar = config.get("query_pre_attn_scalar")
+    return config.get("attention_multiplier") if scalar is None else scalar**-0.5
+
+
+_PARTIAL = ("rope.partial_rotary_factor", "partial_rotary_factor", "rotary_pct")
+# GGUF key behind the architecture's name -> its value; None: the key is left out
+_ROWS: Mapping[str, Callable[[Config], Any]] = MappingProxyType(
+    {
+        "block_count": _any_of("num_hidden_layers", "n_layer"),
+        "context_length": _any_of("max_position_embeddings", "n_positions", "n_ctx"),
+        "embedding_length": _hidden,
+        "feed_forward_length": _any_of("intermediate_size", "n_inner"),
+        "vocab_size": _any_of("vocab_size"),
+        "attention.head_count": _heads,
+        "attention.head_count_kv": _any_of("num_key_value_heads"),
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": _float_of("rms_norm_eps"),
+        "attention.layer_norm_epsilon": _float_of("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+        "attention.scale": _attention_scale,
+        "attention.sliding_window": _window,
+        "attention.sliding_window_pattern": _window_pattern,
+        "attn_logit_softcapping": _float_of("attn_logit_softcapping"),
+        "final_logit_softcapping": _float_of("final_logit_softcapping"),
+        "logit_scale": _float_of("logit_scale", "logits_scaling"),
+        "embedding_scale": _float_of("embedding_multiplier"),
+        "residual_scale": _float_of("residual_multiplier"),
+        "expert_count": _any_of("num_local_experts", "num_experts"),
+        "expert_used_count": _any_of("num_experts_per_tok"),
+        "rope.dimension_count": _rotary_dim,
+        "rope.freq_base": _float_of("rope.rope_theta"),
+        "rope.freq_base_swa": _float_of("rope_local.rope_theta"),
+        "rope.scaling.type": _any_of("rope.kind"),
+        "rope.scaling.factor": _float_of("rope.factor"),
+        "rope.scaling.original_context_length": _any_of("rope.original_max_position_embeddings"),
+        "rope.scaling.attn_factor": _float_of("rope.magnitude"),
+        "rope.scaling.yarn_attn_factor": _float_of("rope.attention_factor"),
+        "rope.scaling.yarn_beta_fast": _float_of("rope.beta_fast"),
+        "rope.scaling.yarn_beta_slow": _float_of("rope.beta_slow"),
+    }
+)
+_REQUIRED = {
+    "block_count": "'num_hidden_layers'",
+    "embedding_length": "'hidden_size'",
+    "attention.head_count": "'num_attention_heads'",
+    "context_length": "'max_position_embeddings'",
+    "vocab_size": "'vocab_size'",
+}
+
+
+def _check_activation(config: Config, spec: ArchSpec, source: str) -> None:
+    stated = _first(config, "hidden_activation", "hidden_act", "activation_function")
+    if stated is not None and stated not in _ACTIVATIONS[spec.activation]:
+        raise UnsupportedArchitectureError(
+            f"{source}: activation {shown(str(stated))} is not supported for {spec.name}; "
+            f"supported: {', '.join(_ACTIVATIONS[spec.activation])}"
+        )
+
+
+def _within_window(metadata: dict[str, Any], arch: str) -> dict[str, Any]:
+    """Without window keys; positions end at the window, since beyond it these models would see too much."""
+    window = metadata.pop(f"{arch}.attention.sliding_window", None)
+    metadata.pop(f"{arch}.attention.sliding_window_pattern", None)
+    if window:
+        metadata[f"{arch}.context_length"] = min(metadata[f"{arch}.context_length"], window)
+    return metadata

@@ -1,0 +1,118 @@
+"""RoPE as config.json states it, in any spelling of the years: entries for the table of keys; divisors."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from realizar_torch.checkpoint.gguf_errors import shown
+from realizar_torch.errors import UnsupportedArchitectureError
+
+# transformers' word -> GGUF's; Llama 3's scaling is a tensor of divisors there
+_KINDS = {
+    "default": None,
+    "llama3": None,
+    "linear": "linear",
+    "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",
+}
+# entries that would change the result and are not here are refused
+_KNOWN = {
+    "rope_theta",
+    "rope_type",
+    "type",
+    "factor",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "low_freq_factor",
+    "high_freq_factor",
+    "short_factor",
+    "long_factor",
+}
+
+
+def rope_entries(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Entries ``rope.*`` (layers with global attention) and ``rope_local.*`` (with a sliding window).
+
+    ``rope.kind`` is GGUF's word for the scaling, absent where there is none; ``rope.magnitude`` is LongRoPE's
+    factor on cos and sin. UnsupportedArchitectureError for a scaling that is not implemented.
+    """
+    rope, local = _parameters(config)
+    kind = _kind(rope)
+    unknown = sorted((rope.keys() | local.keys()) - _KNOWN)
+    if kind not in _KINDS or unknown:
+        what = f"entry {shown(unknown[0])}" if unknown else f"scaling {shown(str(kind))}"
+        raise UnsupportedArchitectureError(
+            f"{source}: RoPE {what} is not supported; supported: {', '.join(_KINDS)}"
+        )
+    entries = {f"rope_local.{key}": value for key, value in local.items() if value is not None}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if rope.get(key) is not None:
+            entries[f"rope.{key}"] = rope[key]
+    if _KINDS[kind] is None:
+        return entries
+    entries |= {f"rope.{key}": value for key, value in rope.items() if value is not None}
+    entries["rope.kind"] = _KINDS[kind]
+    entries["rope.original_max_position_embeddings"] = _original_length(config, rope)
+    if entries["rope.kind"] == "longrope":
+        entries["rope.magnitude"] = _longrope_magnitude(config, rope)
+        for key in ("factor", "attention_factor"):
+            entries.pop(f"rope.{key}", None)
+    return entries
+
+
+def rope_divisors(config: Mapping[str, Any], head_dim: int) -> dict[str, list[float]]:
+    """The tensors of rotary divisors that a converter would add, by GGUF name (Llama 3's and LongRoPE's)."""
+    rope, _ = _parameters(config)
+    kind = _kind(rope)
+    if kind == "llama3":
+        return {"rope_freqs.weight": _llama3_divisors(rope, head_dim)}
+    if _KINDS.get(kind) == "longrope":
+        return {f"rope_factors_{name}.weight": list(rope[f"{name}_factor"]) for name in ("long", "short")}
+    return {}
+
+
+def _parameters(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """What is stated for layers with global attention and for those with a sliding window."""
+    old = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
+    stated = config.get("rope_parameters") or {**old, **(config.get("rope_scaling") or {})}
+    if "full_attention" in stated or "sliding_attention" in stated:
+        return stated.get("full_attention") or {}, stated.get("sliding_attention") or {}
+    local = {"rope_theta": config["rope_local_base_freq"]} if "rope_local_base_freq" in config else {}
+    return stated, local
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
+    longest = config["max_position_embeddings"]
+    stated = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    return longest if stated is None else stated
+
+
+def _longrope_magnitude(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
+    """transformers' _compute_longrope_parameters: sqrt(1 + ln(stretch) / ln(original length))."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    original = _original_length(config, rope)
+    stretch = config["max_position_embeddings"] / original
+    return math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+
+
+def _llama3_divisors(rope: Mapping[str, Any], head_dim: int) -> list[float]:
+    """transformers' _compute_llama3_parameters: frequencies that turn less than ``low_freq_factor`` times in
+    the original context are divided by ``factor``, those of more than ``high_freq_factor`` turns stay, with a
+    ramp between the two."""
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    divisors = []
+    for pair in range(head_dim // 2):
+        frequency = rope.get("rope_theta", 10000.0) ** (-2 * pair / head_dim)
+        turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return divisors

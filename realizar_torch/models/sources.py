@@ -1,0 +1,49 @@
+"""Opening a model, whatever it is stored as: GGUF, a directory of rt.save, a Hugging Face directory."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from realizar_torch.checkpoint.gguf import open_gguf
+from realizar_torch.checkpoint.gguf_errors import shown_path
+from realizar_torch.checkpoint.safetensors_files import INDEX_FILE, SINGLE_FILE
+from realizar_torch.checkpoint.source import ModelSource
+from realizar_torch.checkpoint.tokenizer_json import tokenizer_metadata, tokenizer_of
+from realizar_torch.errors import CheckpointError, FormatError
+from realizar_torch.models.hf_directory import CONFIG_FILE as HF_CONFIG
+from realizar_torch.models.hf_directory import HFDirectory
+from realizar_torch.models.saved_directory import SavedDirectory
+from realizar_torch.models.saved_format import CONFIG_FILE as SAVED_CONFIG
+
+_TOKENIZER_JSON = "tokenizer.json"
+
+
+def open_source(path: str | os.PathLike[str]) -> ModelSource:
+    """The model at ``path``, its headers read and checked, its weights not.
+
+    A directory is what its config says: ``realizar.json`` (rt.save), ``config.json`` with safetensors
+    (Hugging Face), else it must hold one GGUF model. Raises what the reader of each raises.
+    """
+    directory = Path(path)
+    if directory.name in (SINGLE_FILE, INDEX_FILE):
+        raise CheckpointError(f"{shown_path(directory)} is a part of a model: give the directory it is in")
+    if (directory / SAVED_CONFIG).is_file():
+        return SavedDirectory(directory)
+    if (directory / HF_CONFIG).is_file() and not any(directory.glob("*.gguf")):
+        return HFDirectory(directory)
+    return open_gguf(directory)
+
+
+def open_tokenizer(source: ModelSource | str | os.PathLike[str] | Any) -> Any:
+    """The tokenizer of an open model, of the model or tokenizer.json at a path, or a Tokenizer as it is."""
+    if all(hasattr(source, name) for name in ("encode", "decode", "detokenizer", "eos_token_ids")):
+        return source
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        directory = path.parent if path.name == _TOKENIZER_JSON else path
+        if (directory / _TOKENIZER_JSON).is_file():
+            return tokenizer_of(tokenizer_metadata(directory), shown_path(directory))
+        source = open_source(path)
+    if not hasattr(source, "metadata"):
+        raise FormatError(f"tokenizer is {source!r:.80}; expected a path or a Tokenizer")
+    return tokenizer_of(source.metadata, shown_path(source.path))
