@@ -30,6 +30,7 @@ _HOMES = {
     "CausalLM": "generation.causal_lm",
     "load": "generation.causal_lm",
     "DecodeGraph": "generation.graph",
+    "save": "models.saving",
     "prepack": "surgery",
     "unpack": "surgery",
     "generate": "generation.text",
