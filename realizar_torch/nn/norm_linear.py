@@ -32,6 +32,7 @@ class FusedLayerNormLinear(nn.Module):
     stored norm weight is the scale minus one. ``activations="int8"`` holds for the packed weights.
 
     Keys: ``layer_norm_weight``, ``layer_norm_bias``, ``weight``, ``bias``; several weights: ``weight.0`` ….
+    Lists of weights are modules of their own to accelerate: name this class in ``preload_module_classes``.
     """
 
     layer_norm_weight: nn.Parameter

@@ -108,8 +108,13 @@ def check_devices(**tensors: torch.Tensor | None) -> None:
     first_name, first = present[0]
     for name, device in present:
         if device != first:
-            meta = "; a weight on meta has not been loaded yet" if "meta" in (device.type, first.type) else ""
-            raise FormatError(f"{first_name} is on {first}, {name} is on {device}; move one of them{meta}")
+            advice = "move one of them"
+            if "meta" in (device.type, first.type):
+                advice = (
+                    "a weight on meta has not been loaded yet, or is offloaded apart from its module: "
+                    "name the module's class in accelerate's preload_module_classes"
+                )
+            raise FormatError(f"{first_name} is on {first}, {name} is on {device}; {advice}")
 
 
 def check_linear(

@@ -1,0 +1,99 @@
+"""A small model of every kind of packed module, and one cell of the matrix that operates on it."""
+
+import hashlib
+from dataclasses import dataclass
+
+import pytest
+import torch
+from cases import random_activations, random_blocks
+from torch import Tensor, nn
+from torch.nn import functional
+
+import realizar_torch as rt
+
+ROWS, COLUMNS = 5, 300
+
+
+class PackedModel(nn.Module):
+    """A table and its tied head, a linear layer, and one norm that feeds weights of three formats."""
+
+    def __init__(self, fmt: str, seed: int):
+        super().__init__()
+        table, single, part, other = (
+            random_blocks(name, ROWS, COLUMNS, 4 * seed + i) for i, name in enumerate((fmt, fmt, fmt, "Q5_1"))
+        )
+        linear = rt.QuantizedLinear.from_blocks
+        self.table = rt.QuantizedEmbedding.from_blocks(table, COLUMNS, fmt)
+        self.head = linear(table, COLUMNS, fmt)
+        self.head.weight = self.table.weight
+        self.linear = linear(single, COLUMNS, fmt, torch.randn(ROWS))
+        parts = linear(part, COLUMNS, fmt, torch.randn(ROWS)), linear(other, COLUMNS, "Q5_1")
+        norm = nn.LayerNorm(COLUMNS)
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+        self.fused = rt.FusedLayerNormLinear.fuse(norm, *parts, nn.Linear(COLUMNS, ROWS))
+
+    def forward(self, ids: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return self.table(ids), self.head(x), self.linear(x), *self.fused(x)
+
+    def rounding(self, ids: Tensor, x: Tensor) -> list[Tensor]:
+        """For each output the sum of the absolute values it is made of: what a relative error multiplies."""
+        fused = self.fused
+        scale, shift = fused.layer_norm_weight, fused.layer_norm_bias
+        normed = functional.layer_norm(x, (COLUMNS,)).abs() * scale.abs() + shift.abs()
+        sums = [self.table(ids).abs(), x.abs() @ self.head.dequantize().abs().T]
+        sums.append(x.abs() @ self.linear.dequantize().abs().T + self.linear.bias.abs())
+        for weight, fmt, bias in zip(fused.weight, fused.fmt, fused.bias, strict=True):
+            decoded = weight if fmt is None else rt.dequantize(weight, fmt, COLUMNS)
+            sums.append(normed @ decoded.abs().T + (0 if bias is None else bias.abs()))
+        return sums
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Where a surgery takes place."""
+
+    fmt: str
+    device: str
+    layout: str
+
+    @property
+    def runs(self) -> bool:
+        """Whether this device has kernels for this layout."""
+        if self.layout == "ggml":
+            return True
+        if self.device == "cpu":
+            return False
+        from realizar_torch.triton_kernels.decode import GGML_ONLY
+
+        return self.fmt not in GGML_ONLY
+
+    def build(self, seed: int = 0, layout: str | None = None) -> PackedModel:
+        """The same model for the same seed, prepacked."""
+        torch.manual_seed(seed)
+        model = PackedModel(self.fmt, seed).to(self.device)
+        rt.prepack(model, layout or self.layout)
+        return model
+
+    def inputs(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        ids = torch.tensor([[3, 0], [4, 4]], device=self.device)
+        return ids, random_activations(2, COLUMNS, dtype=dtype).to(self.device)
+
+    def check(self, model: nn.Module) -> None:
+        """``model`` computes exactly what ``build()`` gave; where it cannot run, it says so."""
+        if self.runs:
+            expected = self.build(layout="ggml")(*self.inputs())
+            for y, right in zip(model(*self.inputs()), expected, strict=True):
+                assert torch.equal(y, right)
+        else:
+            with pytest.raises(rt.FormatError, match=f"layout '{self.layout}'.*rt.unpack"):
+                model(*self.inputs())
+
+
+def digest(model: nn.Module) -> dict[str, str]:
+    """Keys of packed weights and hashes of their canonical bytes, wherever they are."""
+    return {
+        key: hashlib.sha256(value.cpu().numpy().tobytes()).hexdigest()
+        for key, value in model.state_dict().items()
+        if value.dtype == torch.uint8
+    }
