@@ -1,0 +1,120 @@
+"""from_gguf: a GGUF file as a transformers model and its tokenizer, the weights as packed as in the file."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from realizar_torch.checkpoint.gguf import GGUFFile, open_gguf
+from realizar_torch.checkpoint.gguf_errors import shown_path
+from realizar_torch.checkpoint.hub import find_model
+from realizar_torch.checkpoint.vocabulary import Vocabulary
+from realizar_torch.errors import FormatError
+from realizar_torch.hf.architectures import get_architecture
+from realizar_torch.hf.config import read_config
+from realizar_torch.hf.mapping import map_parameters, packed_formats
+from realizar_torch.hf.quantizer import RealizarConfig
+from realizar_torch.hf.tokenizer import build_tokenizer
+from realizar_torch.nn.packed import check_activations
+
+
+def from_gguf(
+    path: str | os.PathLike[str],
+    *,
+    device_map: str | int | torch.device | Mapping[str, Any] | None = None,
+    dtype: str | torch.dtype = "auto",
+    attn_implementation: str = "sdpa",
+    activations: str = "float",
+    config: PreTrainedConfig | Mapping[str, Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and tokenizer of a GGUF file, of any shard of a split one, or of ``owner/name:QUANT``.
+
+    device_map, attn_implementation, max_memory: as ``from_pretrained`` takes them. device_map None is the
+        CPU, where weights stay views of the file's mapping.
+    dtype: of everything that is not packed, and of activations. "auto": bfloat16 where ``device_map`` may
+        mean a GPU and there is one, float32 otherwise.
+    activations: "float", exact, or "int8", which quantizes the input of every packed product in blocks.
+    config: fields that replace what the file says ({"sliding_window": 4096}), or a whole config.
+    tokenizer: used in the place of the file's own, which then is not read.
+
+    On a GPU ``rt.prepack(model)`` afterwards rearranges the weights for its kernels.
+    Raises what ``rt.open_gguf`` raises; UnsupportedArchitectureError for an architecture, feature or
+    tokenizer that has no row here; MissingTensorsError unless file and model agree on every tensor.
+    """
+    check_activations(activations)
+    file = open_gguf(find_model(path))
+    vocabulary = None if tokenizer is not None else Vocabulary.from_gguf(file.metadata)
+    model = load_model(
+        file,
+        vocabulary,
+        device_map=device_map,
+        dtype=_choose_dtype(dtype, device_map),
+        attn_implementation=attn_implementation,
+        activations=activations,
+        config=config,
+        max_memory=max_memory,
+    )
+    if vocabulary is not None:
+        tokenizer = build_tokenizer(vocabulary, file.metadata, model.config.max_position_embeddings)
+    assert tokenizer is not None
+    padding = tokenizer.pad_token_id
+    model.generation_config.pad_token_id = tokenizer.eos_token_id if padding is None else padding
+    return model, tokenizer
+
+
+def load_model(
+    file: GGUFFile,
+    vocabulary: Vocabulary | None,
+    *,
+    device_map: Any = None,
+    dtype: torch.dtype,
+    attn_implementation: str = "sdpa",
+    activations: str = "float",
+    config: PreTrainedConfig | Mapping[str, Any] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+) -> PreTrainedModel:
+    """The model of an open file; ``vocabulary`` tells special ids, None that there are none."""
+    row = get_architecture(file.arch, shown_path(file.path))
+    if isinstance(config, PreTrainedConfig):
+        settings = config
+    else:
+        settings = read_config(file, row, vocabulary, config or {})
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    with torch.device("meta"):
+        skeleton = model_class(settings)
+    sources = map_parameters(file, skeleton, row)
+    formats = packed_formats(sources, skeleton)
+    if formats:
+        settings.quantization_config = RealizarConfig(formats, activations).to_dict()
+    # transformers places, ties and dispatches: the parameters come as a state dict instead of as files
+    return model_class.from_pretrained(
+        None,
+        config=settings,
+        state_dict={name: source.read(file) for name, source in sources.items()},
+        dtype=dtype,
+        device_map=device_map,
+        attn_implementation=attn_implementation,
+        max_memory=max_memory,
+    )
+
+
+def _choose_dtype(dtype: str | torch.dtype, device_map: Any) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype != "auto":
+        found = getattr(torch, dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise FormatError(f"dtype is {dtype!r}, expected 'auto', a torch.dtype or its name")
+        return found
+    places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    on_cpu = all(place is None or str(place) in ("cpu", "disk") for place in places)
+    return torch.float32 if on_cpu or not torch.cuda.is_available() else torch.bfloat16

@@ -1,0 +1,75 @@
+"""The linear layers and embeddings of a transformers model, replaced by packed ones while it is on meta."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.pytorch_utils import Conv1D
+
+from realizar_torch.errors import UnsupportedArchitectureError
+from realizar_torch.nn.embedding import QuantizedEmbedding
+from realizar_torch.nn.linear import QuantizedLinear
+
+# Linear layers that compute x·Wᵀ + b; of Conv1D, whose W is transposed, GGUF files hold Wᵀ.
+_LINEARS = (nn.Linear, FalconLinear, Conv1D)
+
+
+class ScaledEmbedding(QuantizedEmbedding):
+    """Rows times a number, as Gemma's: transformers rounds it to the dtype of the table, here of the rows."""
+
+    scale: float = 1.0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """``ids``, any shape → ``[*ids.shape, embedding_dim]``."""
+        rows = super().forward(ids)
+        return rows * torch.full((), self.scale, dtype=rows.dtype, device=rows.device)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, scale={self.scale}"
+
+
+def weight_shape(module: Any) -> tuple[int, int] | None:
+    """(rows, columns) that GGUF holds for a module that can be packed, None for every other module."""
+    if type(module) in _LINEARS:
+        rows, columns = module.weight.shape
+        return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
+    if type(module).forward is nn.Embedding.forward or hasattr(module, "scalar_embed_scale"):
+        return (module.num_embeddings, module.embedding_dim)
+    return None
+
+
+def pack_modules(
+    model: PreTrainedModel, formats: Mapping[str, str], *, dtype: torch.dtype, activations: str
+) -> None:
+    """Puts packed modules, on meta, in the place of those that ``formats`` names (module -> format)."""
+    for name, fmt in formats.items():
+        model.set_submodule(name, _packed(name, model.get_submodule(name), fmt, dtype, activations))
+
+
+def _packed(name: str, module: Any, fmt: str, dtype: torch.dtype, activations: str) -> nn.Module:
+    shape = weight_shape(module)
+    if shape is None:
+        raise UnsupportedArchitectureError(
+            f"{name} is a {type(module).__name__}, which cannot hold {fmt} blocks; packed can be linear "
+            "layers and embeddings"
+        )
+    rows, columns = shape
+    if type(module) in _LINEARS:
+        return QuantizedLinear(
+            columns,
+            rows,
+            bias=module.bias is not None,
+            fmt=fmt,
+            activations=activations,
+            device="meta",
+            dtype=dtype,
+        )
+    settings: dict[str, Any] = {"fmt": fmt, "dtype": dtype, "device": "meta"}
+    if not hasattr(module, "scalar_embed_scale"):
+        return QuantizedEmbedding(rows, columns, module.padding_idx, **settings)
+    embedding = ScaledEmbedding(rows, columns, module.padding_idx, **settings)
+    embedding.scale = float(module.scalar_embed_scale)
+    return embedding

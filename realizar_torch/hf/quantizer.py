@@ -1,0 +1,102 @@
+"""The quantization method "realizar" of transformers: packed models are saved and loaded like any other."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from realizar_torch.errors import FormatError, MissingTensorsError
+from realizar_torch.hf.modules import pack_modules
+
+METHOD = "realizar"
+_VERSION = 1
+_MAX_SHOWN = 8
+
+
+@register_quantization_config(METHOD)
+class RealizarConfig(QuantizationConfigMixin):
+    """What ``config.json`` says about packed modules.
+
+    formats: module name -> name of its block format. activations: "float" or "int8", of all of them.
+    FormatError for a version of this entry that is not known here.
+    """
+
+    def __init__(
+        self, formats: Mapping[str, str], activations: str = "float", version: int = _VERSION, **_: Any
+    ) -> None:
+        self.quant_method = METHOD
+        if version != _VERSION:
+            raise FormatError(
+                f"quantization_config of method {METHOD!r} has version {version!r}, expected {_VERSION}; "
+                "update realizar_torch, or save the model again"
+            )
+        self.formats = dict(formats)
+        self.activations = activations
+        self.version = version
+
+
+@register_quantizer(METHOD)
+class RealizarHfQuantizer(HfQuantizer):
+    """Makes the packed modules before weights are loaded, and refuses incomplete checkpoints."""
+
+    quantization_config: RealizarConfig
+
+    def _process_model_before_weight_loading(
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype | None = None,
+        checkpoint_files: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        formats = self.quantization_config.formats
+        prefix = f"{model.base_model_prefix}."
+        if not hasattr(model, model.base_model_prefix):
+            # the bare model of a checkpoint that was saved with a head
+            formats = {
+                name.removeprefix(prefix): fmt for name, fmt in formats.items() if name.startswith(prefix)
+            }
+        pack_modules(
+            model,
+            formats,
+            dtype=dtype or torch.get_default_dtype(),
+            activations=self.quantization_config.activations,
+        )
+        if checkpoint_files and type(model).__name__ in (model.config.architectures or ()):
+            _check_complete(model, checkpoint_files)
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def _check_complete(model: PreTrainedModel, files: Sequence[str]) -> None:
+    """transformers would start what a checkpoint lacks at random, with a warning only."""
+    stored: dict[str, list[int]] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            stored |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    tied = model.all_tied_weights_keys
+    state = {name: list(value.shape) for name, value in model.state_dict().items() if name not in tied}
+    problems = [f"missing {name} {shape}" for name, shape in state.items() if name not in stored]
+    problems += [f"unexpected {name}" for name in stored.keys() - state.keys() - tied.keys()]
+    problems += [
+        f"{name} has shape {stored[name]}, expected {shape}"
+        for name, shape in state.items()
+        if name in stored and stored[name] != shape
+    ]
+    if problems:
+        rest = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
+        raise MissingTensorsError(
+            f"the checkpoint is no complete {type(model).__name__}: {'; '.join(problems[:_MAX_SHOWN])}{rest}"
+        )
