@@ -38,7 +38,7 @@ _HOMES = {
     "Workspace": "generation.workspace",
     "doctor": "diagnosis",
 }
-_SUBMODULES = ("ops",)
+_SUBMODULES = ("hf", "ops")
 
 __all__ = ["__version__", *_HOMES, *_SUBMODULES]
 
