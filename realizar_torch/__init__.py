@@ -33,6 +33,7 @@ _HOMES = {
     "save": "models.saving",
     "prepack": "surgery",
     "unpack": "surgery",
+    "PrefixCache": "generation.prefix",
     "generate": "generation.text",
     "stream": "generation.text",
     "Workspace": "generation.workspace",

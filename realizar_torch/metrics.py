@@ -20,7 +20,7 @@ class GenerationMetrics:
 
     prompt_tokens and new_tokens count over all rows of the batch; padding is not counted. first_token: when
     the first new token of every row was known on the host. last_token: the same for the latest one. rows:
-    batch size.
+    batch size. reused_tokens: those of the prompt whose keys and values were kept from an earlier generation.
     """
 
     prompt_tokens: int
@@ -28,6 +28,7 @@ class GenerationMetrics:
     rows: int
     first_token: float | None = None
     last_token: float | None = None
+    reused_tokens: int = 0
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -36,8 +37,8 @@ class GenerationMetrics:
 
     @property
     def prompt_tokens_per_second(self) -> float | None:
-        """Prompt tokens over the time to first token."""
-        return rate(self.prompt_tokens, self.first_token)
+        """Prompt tokens that were computed over the time to first token."""
+        return rate(self.prompt_tokens - self.reused_tokens, self.first_token)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -50,6 +51,7 @@ class GenerationMetrics:
         """The counts, times and rates under the names that ``--json`` prints."""
         return {
             "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
             "new_tokens": self.new_tokens,
             "time_to_first_token": self.time_to_first_token,
             "prompt_tokens_per_second": self.prompt_tokens_per_second,

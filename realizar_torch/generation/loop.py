@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any, Protocol, Unpack
 
 import torch
 
 from realizar_torch.errors import RealizarError
+from realizar_torch.generation.options import Options, check_keywords
 from realizar_torch.generation.request import Request, make_request
 from realizar_torch.generation.sampling import sample
 from realizar_torch.generation.step import decode_step, new_state, prefill
@@ -46,7 +48,7 @@ class Decoding:
             for _ in range(request.input_ids.shape[0])
         ]
         self.released = [""] * len(self.rows)
-        self._new_tokens = 0
+        self._new_tokens = self._reused_tokens = 0
         self._accepted = time.perf_counter()
         self._first_token: float | None = None
         self._last_token: float | None = None
@@ -54,24 +56,43 @@ class Decoding:
     @property
     def metrics(self) -> GenerationMetrics:
         return GenerationMetrics(
-            self._request.prompt_tokens, self._new_tokens, len(self.rows), self._first_token, self._last_token
+            self._request.prompt_tokens,
+            self._new_tokens,
+            len(self.rows),
+            self._first_token,
+            self._last_token,
+            self._reused_tokens,
         )
 
     def __iter__(self) -> Iterator[list[int]]:
         model, request = self._model, self._request
-        batch_size, prompt_length = request.input_ids.shape
         if request.max_new_tokens == 0:
             self._end_at_length()
             return
-        state = new_state(model, batch_size, prompt_length + request.max_new_tokens)
-        try:
+        with self._state() as state:
             seen = self._tokens_of_prompt()
             # Inference mode is entered per step: a generator that held it would switch it on in its
             # consumer's code.
             with torch.inference_mode():
-                logits = prefill(model, request.input_ids, request.attention_mask, state)
+                new_ids = request.input_ids[:, self._reused_tokens :]
+                logits = prefill(model, new_ids, request.attention_mask, state)
             run = self._wait_for_each_step if state.decoder is None else self._run_ahead
             yield from run(state, logits, seen)
+
+    @contextmanager
+    def _state(self) -> Iterator[Any]:
+        """The state of this request, closed at the end; with a prefix cache, one that holds some of it."""
+        request = self._request
+        batch_size, prompt_length = request.input_ids.shape
+        positions = prompt_length + request.max_new_tokens
+        if request.prefix_cache is not None:
+            with request.prefix_cache.resumed(request.input_ids[0].tolist(), positions) as state:
+                self._reused_tokens = state.cache.length
+                yield state
+            return
+        state = new_state(self._model, batch_size, positions)
+        try:
+            yield state
         finally:
             state.close()
 
@@ -127,6 +148,8 @@ class Decoding:
                 )
             self.released[index] = row.push(tokens[index])
             self._new_tokens += 1
+        if self._request.prefix_cache is not None:
+            self._request.prefix_cache.append(tokens[0])
         if step == 0:
             self._first_token = now
         self._last_token = now
@@ -162,56 +185,32 @@ def generate_ids(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     *,
-    max_new_tokens: int,
-    do_sample: bool = False,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    eos_token_id: int | Sequence[int] | None = None,
-    pad_token_id: int | None = None,
-    stop_strings: str | Sequence[str] | None = None,
     tokenizer: Any = None,
-    generator: torch.Generator | None = None,
     streamer: Streamer | None = None,
-    cuda_graph: bool | str = "auto",
+    **options: Unpack[Options],
 ) -> torch.Tensor:
     """Continues token ids: int64 [B, T + new] on the model's device, prompt included, as transformers'
     ``generate``.
 
     input_ids: integers [B, T], T at least 1, B from 1 to 32. attention_mask: [B, T] of 0 and 1, zeros only at
-    the left.
-    Without one, leading pad tokens of a batch count as padding unless the pad id is also a stop id.
+    the left. Without one, leading pad tokens of a batch count as padding unless the pad id is also a stop id.
+    streamer: gets ``put`` and ``end``. The options, of which only max_new_tokens must be given:
+
     max_new_tokens: 0 or more; prompt and new tokens together must fit the model's ``max_seq_len``.
-    do_sample, temperature, top_k, top_p, min_p, repetition_penalty: see SamplingParams; the penalty ignores
-    padding. eos_token_id: an id or several; None: the file's end-of-generation ids; []: never stop. The
-    stop token is kept. stop_strings: need ``tokenizer``; a row ends with the token that completes one of
-    them in its new text. pad_token_id: fills rows that end early; None: the file's pad id, or else a stop
-    id. generator: a torch.Generator on the model's device; None: torch's default one. streamer: gets
-    ``put`` and ``end``. cuda_graph: "auto" uses a graph where there is one; True insists.
+    do_sample=False, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0: see
+    SamplingParams; the penalty ignores padding.
+    eos_token_id=None: an id or several; None: the file's end-of-generation ids; []: never stop. The stop
+    token is kept. stop_strings=None: need ``tokenizer``; a row ends with the token that completes one of them
+    in its new text. pad_token_id=None: fills rows that end early; None: the file's pad id, or else a stop id.
+    generator=None: a torch.Generator on the model's device; None: torch's default one.
+    prefix_cache=None: a PrefixCache, which saves computing what prompts have in common.
+    cuda_graph="auto": uses a graph where there is one; True insists.
 
     Raises FormatError for an argument out of range and CacheFullError for too long a request, both before any
     compute; RealizarError, naming the step, when logits are NaN.
     """
-    request = make_request(
-        model,
-        input_ids,
-        attention_mask,
-        max_new_tokens=max_new_tokens,
-        do_sample=do_sample,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        stop_strings=stop_strings,
-        tokenizer=tokenizer,
-        generator=generator,
-        cuda_graph=cuda_graph,
-    )
+    check_keywords("generate", options)
+    request = make_request(model, input_ids, attention_mask, tokenizer=tokenizer, **options)
     columns = []
     try:
         if streamer is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from realizar_torch.errors import BackendUnavailableError, CacheFullError, FormatError
+from realizar_torch.generation.prefix import PrefixCache
 from realizar_torch.generation.sampling import SamplingParams
 from realizar_torch.generation.workspace import MAX_BATCH
 
@@ -26,6 +27,7 @@ class Request:
     stop_strings: tuple[str, ...]
     tokenizer: Any
     generator: torch.Generator | None
+    prefix_cache: PrefixCache | None = None
     cuda_graph: bool | str = "auto"
 
     @property
@@ -52,6 +54,7 @@ def make_request(
     stop_strings: str | Sequence[str] | None = None,
     tokenizer: Any = None,
     generator: torch.Generator | None = None,
+    prefix_cache: PrefixCache | None = None,
     cuda_graph: bool | str = "auto",
 ) -> Request:
     """Checks the arguments of ``generate`` (described there) against the model.
@@ -109,6 +112,8 @@ def make_request(
             f"generator is on {generator.device}, the model on {model.device}; "
             f"make it with torch.Generator({str(model.device)!r})"
         )
+    if prefix_cache is not None:
+        _check_prefix_cache(prefix_cache, model, rows, attention_mask)
     return Request(
         input_ids,
         attention_mask,
@@ -119,6 +124,7 @@ def make_request(
         strings,
         tokenizer,
         generator,
+        prefix_cache,
         cuda_graph,
     )
 
@@ -168,6 +174,18 @@ def _checked_mask(attention_mask: torch.Tensor, input_ids: torch.Tensor) -> torc
         row = int(gap.nonzero()[0, 0])
         raise FormatError(f"row {row} of attention_mask has a hole; expected zeros, then ones")
     return None if bool(mask.all()) else mask
+
+
+def _check_prefix_cache(cache: PrefixCache, model: Any, rows: int, mask: torch.Tensor | None) -> None:
+    if not isinstance(cache, PrefixCache):
+        raise FormatError(f"prefix_cache is a {type(cache).__name__}; expected a PrefixCache")
+    if cache.model is not model:
+        raise FormatError("the prefix_cache belongs to another model; make one with PrefixCache(model)")
+    if rows > 1 or mask is not None:
+        raise FormatError(
+            f"a prefix_cache holds one sequence without padding; found {rows} "
+            f"sequences {'with' if mask is not None else 'without'} padding"
+        )
 
 
 def _checked_stop_ids(eos_token_id: int | Sequence[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:

@@ -40,10 +40,15 @@ class DecodeState:
         """Ends the generation."""
 
 
-def new_state(model: Transformer, batch_size: int, max_positions: int) -> DecodeState | GpuState:
-    """An empty state for ``batch_size`` sequences of up to ``max_positions`` positions."""
+def new_state(
+    model: Transformer, batch_size: int, max_positions: int, *, pooled: bool = True
+) -> DecodeState | GpuState:
+    """An empty state for ``batch_size`` sequences of up to ``max_positions`` positions.
+
+    pooled: on a GPU, one of the model's states, which goes back to it when it is closed.
+    """
     if model.device.type == "cuda":
-        states = getattr(model, "gpu_states", None)
+        states = getattr(model, "gpu_states", None) if pooled else None
         if states is not None:
             return states.take(model, batch_size, max_positions)
         return GpuState(model, batch_size, max_positions, None)

@@ -1,12 +1,13 @@
 """Text in, text out: a prompt or a list of messages, answered at once or piece by piece."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from realizar_torch.errors import FormatError
 from realizar_torch.generation.loop import Decoding
+from realizar_torch.generation.options import Options, check_keywords
 from realizar_torch.generation.request import make_request
 from realizar_torch.metrics import GenerationMetrics
 
@@ -71,13 +72,14 @@ def encode_prompt(tokenizer: Any, prompt_or_messages: Prompt) -> list[int]:
     return ids
 
 
-def stream(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: Any) -> TextStream:
+def stream(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: Unpack[Options]) -> TextStream:
     """Starts an answer; yields its text as it comes, never half a character, without the stop string or
     stop token.
 
-    options: the keywords of ``generate_ids`` except streamer. Errors in the arguments are raised here, not
-    later.
+    options: the keywords of ``model.generate`` that Options names. Errors in the arguments are raised here,
+    not later.
     """
+    check_keywords("stream", options)
     ids = encode_prompt(tokenizer, prompt_or_messages)
     request = make_request(model, torch.tensor([ids]), tokenizer=tokenizer, **options)
     # an answer to messages begins a text of its own
@@ -85,6 +87,7 @@ def stream(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: An
     return TextStream(Decoding(model, request, with_text=True, preceding=preceding))
 
 
-def generate(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: Any) -> str:
+def generate(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: Unpack[Options]) -> str:
     """The whole answer of ``stream`` as one string; the prompt is not part of it."""
+    check_keywords("generate", options)
     return "".join(stream(model, tokenizer, prompt_or_messages, **options))
