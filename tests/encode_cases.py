@@ -31,6 +31,13 @@ def _uneven(size: int) -> torch.Tensor:
     return (_normal(1, 9).unflatten(-1, (-1, size)) * torch.exp2(exponents.float())).flatten(1)
 
 
+def _any_bits() -> torch.Tensor:
+    """Every exponent alike, subnormal numbers too."""
+    words = torch.randint(-(2**31), 2**31, (ROWS, COLUMNS), generator=torch.Generator().manual_seed(3))
+    values = words.to(torch.int32).view(torch.float32)
+    return torch.where(values.isfinite(), values, 1)
+
+
 def weights() -> Iterator[tuple[str, torch.Tensor]]:
     """Named float32 weights ``[ROWS, COLUMNS]``."""
     normal, uniform = _normal(0.02, 0), torch.rand(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1))
@@ -47,6 +54,7 @@ def weights() -> Iterator[tuple[str, torch.Tensor]]:
     yield "sparse", torch.where(uniform > 0.97, normal, signs)
     yield "uneven runs of 16", _uneven(16)
     yield "uneven runs of 32", _uneven(32)
+    yield "any finite bits", _any_bits()
     for power in (5, 20, 37):
         yield f"huge 1e{power}", _normal(10.0**power, power)
     for power in (-8, -14, -20, -40):

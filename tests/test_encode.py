@@ -1,31 +1,88 @@
 """The encoders against ggml's quantizer: equal bytes for every format, weight and importance."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from cases import PACKED
+from cases import PACKED, assert_within, float_tolerance
 from encode_cases import COLUMNS, ROWS, ggml_blocks, importances, weights
+from torch import nn
 
 import realizar_torch as rt
 from realizar_torch.encode import encode
 from realizar_torch.errors import FormatError
 from realizar_torch.formats import get_format
+from realizar_torch.ops import cpu, torch_kernels
 
 WEIGHTS, IMPORTANCES = dict(weights()), dict(importances())
+ALL_WEIGHTS = torch.cat(list(WEIGHTS.values()))
+
+
+def assert_ggml_blocks(found: torch.Tensor, fmt: str, importance: torch.Tensor | None) -> None:
+    """``found`` are the blocks of ALL_WEIGHTS."""
+    wrong = (found != ggml_blocks(ALL_WEIGHTS, fmt, importance)).any(1).nonzero().flatten().tolist()
+    assert not wrong, {list(WEIGHTS)[row // ROWS] for row in wrong}
 
 
 @pytest.mark.parametrize("importance", IMPORTANCES)
 @pytest.mark.parametrize("fmt", PACKED)
 def test_definition_equals_ggml(fmt: str, importance: str) -> None:
-    for name, weight in WEIGHTS.items():
-        found = encode(weight, fmt, IMPORTANCES[importance])
-        assert found.equal(ggml_blocks(weight, fmt, IMPORTANCES[importance])), name
+    weights_of_columns = IMPORTANCES[importance]
+    assert_ggml_blocks(encode(ALL_WEIGHTS, fmt, weights_of_columns), fmt, weights_of_columns)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("importance", IMPORTANCES)
+@pytest.mark.parametrize("fmt", PACKED)
+def test_gpu_equals_ggml(fmt: str, importance: str) -> None:
+    weights_of_columns = IMPORTANCES[importance]
+    on_gpu = None if weights_of_columns is None else weights_of_columns.cuda()
+    found = rt.quantize(ALL_WEIGHTS.cuda(), fmt, importance=on_gpu)
+    assert found.is_cuda
+    assert_ggml_blocks(found.cpu(), fmt, weights_of_columns)
 
 
 @pytest.mark.parametrize("importance", IMPORTANCES)
 @pytest.mark.parametrize("fmt", PACKED)
 def test_op_equals_ggml(fmt: str, importance: str) -> None:
-    weight, importance = torch.cat(list(WEIGHTS.values())), IMPORTANCES[importance]
-    assert rt.quantize(weight, fmt, importance=importance).equal(ggml_blocks(weight, fmt, importance))
+    weights_of_columns = IMPORTANCES[importance]
+    found = rt.quantize(ALL_WEIGHTS, fmt, importance=weights_of_columns)
+    assert_ggml_blocks(found, fmt, weights_of_columns)
+
+
+@pytest.mark.parametrize("fmt", PACKED)
+def test_op_runs_the_definition_without_numba(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "kernels", lambda: torch_kernels)
+    monkeypatch.setitem(sys.modules, "realizar_torch.cpu_kernels.encode", None)
+    weight = WEIGHTS["uneven runs of 32"]
+    assert rt.quantize(weight, fmt).equal(ggml_blocks(weight, fmt))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 33])
+def test_every_row_is_encoded_once_on_any_number_of_threads(rows: int) -> None:
+    weight, threads = ALL_WEIGHTS[-rows:], torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            assert rt.quantize(weight, "Q5_0").equal(ggml_blocks(weight, "Q5_0")), count
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("fmt", PACKED)
+def test_real_weights(fmt: str, smollm2_path: Path) -> None:
+    """Rows of 576 and 1536: also rows that are no multiple of 256."""
+    file = rt.open_gguf(smollm2_path)
+    for name in ("blk.3.attn_q.weight", "blk.17.ffn_down.weight"):
+        stored = file.tensors[name]
+        weight = rt.dequantize(file.read(name), stored.fmt.name)[:256]
+        weight = weight[:, : weight.shape[1] // 256 * 256].contiguous()
+        importance = weight.square().mean(0)
+        assert rt.quantize(weight, fmt).equal(ggml_blocks(weight, fmt)), name
+        found = rt.quantize(weight, fmt, importance=importance)
+        assert found.equal(ggml_blocks(weight, fmt, importance)), name
 
 
 @pytest.mark.parametrize("columns", [1, 31, 33, 257, 300, 576])
@@ -88,3 +145,42 @@ def test_opcheck(fmt: str) -> None:
     weight = WEIGHTS["normal"][:3, :300]
     for arguments in ((weight, fmt), (weight.half(), fmt, torch.rand(300)), (weight.T.contiguous().T, fmt)):
         torch.library.opcheck(torch.ops.realizar_torch.quantize.default, arguments)
+
+
+@pytest.mark.parametrize("fmt", PACKED)
+def test_from_linear(fmt: str) -> None:
+    linear = nn.Linear(300, 7).eval()
+    module = rt.QuantizedLinear.from_linear(linear, fmt)
+    assert module.weight.equal(rt.quantize(linear.weight, fmt))
+    assert module.bias is linear.bias and not module.training
+    assert (module.fmt, module.in_features, module.out_features) == (fmt, 300, 7)
+    x = torch.randn(2, 300)
+    decoded = module.dequantize()
+    assert_within(module(x), nn.functional.linear(x, decoded, linear.bias), 2 * float_tolerance(x, decoded))
+
+
+def test_from_linear_minds_importance_and_keeps_no_bias() -> None:
+    linear, importance = nn.Linear(256, 4, bias=False, dtype=torch.bfloat16), torch.rand(256)
+    module = rt.QuantizedLinear.from_linear(linear, "Q4_K", importance=importance)
+    assert module.weight.equal(ggml_blocks(linear.weight.detach().float(), "Q4_K", importance))
+    assert module.bias is None and module.training
+
+
+def test_from_linear_on_meta_needs_no_numbers() -> None:
+    module = rt.QuantizedLinear.from_linear(nn.Linear(300, 7, device="meta"), "Q4_K")
+    assert module.weight.is_meta and module.weight.shape == (7, get_format("Q4_K").row_bytes(300))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_embedding(dtype: torch.dtype) -> None:
+    embedding = nn.Embedding(11, 96, padding_idx=2, dtype=dtype).eval()
+    module = rt.QuantizedEmbedding.from_embedding(embedding, "Q8_0")
+    assert module.weight.equal(ggml_blocks(embedding.weight.detach().float(), "Q8_0"))
+    assert (module.padding_idx, module.dtype, module.training) == (2, dtype, False)
+    rows = module(torch.tensor([10, 2]))
+    assert rows.equal(rt.dequantize(module.weight, "Q8_0", dtype=dtype)[[10, 2]])
+
+
+def test_embedding_that_rescales_its_rows_is_refused() -> None:
+    with pytest.raises(FormatError, match=r"max_norm=1\.0"):
+        rt.QuantizedEmbedding.from_embedding(nn.Embedding(4, 32, max_norm=1.0), "Q8_0")

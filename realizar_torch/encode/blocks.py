@@ -7,6 +7,9 @@ from torch import Tensor
 
 from realizar_torch.formats import BlockFormat
 
+# 0xFE00
+_NAN = -0x200
+
 
 def pack_bits(values: Tensor, lanes: int, width: int) -> Tensor:
     """Integers below ``2^width``, ``[blocks, n]`` → uint8 ``[blocks, n * width / 8]``.
@@ -40,6 +43,11 @@ def join_fields(fields: Mapping[str, Tensor], spec: BlockFormat) -> Tensor:
     for field in spec.fields:
         part = fields[field.name]
         if field.kind == "f16":
-            part = part.to(torch.float16).reshape(-1, field.count)
+            part = _half_bits(part).reshape(-1, field.count)
         parts.append(part.contiguous().view(torch.uint8))
     return torch.cat(parts, -1)
+
+
+def _half_bits(values: Tensor) -> Tensor:
+    """fp16 as int16; NaN, which devices write in different ways, as x86-64 does."""
+    return torch.where(values.isnan(), _NAN, values.to(torch.float16).view(torch.int16))

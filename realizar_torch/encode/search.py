@@ -41,27 +41,37 @@ def scale_and_minimum(
     constant = high == low
     inverse = divide(top, high - low)
     scale = divide(1, inverse)
-    q = nearest_int(inverse * (x - low)).clamp(0, top).to(torch.float32)
+    q = _levels(x, inverse, low, top)
     error = _error(x, weights, scale, low, q, absolute)
+    # q follows from the inverse scale and the minimum it was tried with
+    best_inverse, best_low = inverse, low
     for i in range(steps + 1):
         numerator = np.float32(first) + np.float32(step) * np.float32(i) + np.float32(top)
         inverse = divide(float(numerator), high - low)
-        trial = nearest_int(inverse * (x - low)).clamp(0, top).to(torch.float32)
-        wq = weights * trial
-        sum_q, sum_q2, sum_xq = ordered_sum(torch.stack([wq, wq * trial, wq * x], 1))
+        q = _levels(x, inverse, low, top)
+        wq = weights * q
+        sum_q, sum_q2, sum_xq = ordered_sum(torch.stack([wq, wq * q, wq * x], 1))
         determinant = sum_w * sum_q2 - sum_q * sum_q
         new_scale = (sum_w * sum_xq - sum_x * sum_q) / determinant
         new_low = (sum_q2 * sum_x - sum_q * sum_xq) / determinant
         above = new_low > 0
         new_low = torch.where(above, 0, new_low)
         new_scale = torch.where(above, sum_xq / sum_q2, new_scale)
-        new_error = _error(x, weights, new_scale, new_low, trial, absolute)
+        new_error = _error(x, weights, new_scale, new_low, q, absolute)
         better = ~constant & (determinant > 0) & (new_error < error)
-        q = torch.where(better, trial, q)
+        best_inverse, best_low = (
+            torch.where(better, inverse, best_inverse),
+            torch.where(better, low, best_low),
+        )
         error = torch.where(better, new_error, error)
         scale = torch.where(better, new_scale, scale)
         low = torch.where(better, new_low, low)
-    return torch.where(constant, 0, scale), -low, torch.where(constant, 0, q).to(torch.int32)
+    q = torch.where(constant, 0, _levels(x, best_inverse, best_low, top))
+    return torch.where(constant, 0, scale), -low, q.to(torch.int32)
+
+
+def _levels(x: Tensor, inverse: Tensor, low: Tensor, top: int) -> Tensor:
+    return nearest_int(inverse * (x - low)).clamp(0, top).to(torch.float32)
 
 
 def _error(x: Tensor, weights: Tensor, scale: Tensor, low: Tensor, q: Tensor, absolute: bool) -> Tensor:
@@ -78,19 +88,21 @@ def symmetric_scale(x: Tensor, weights: Tensor | None, half: int) -> tuple[Tenso
     largest = furthest_from_zero(x)
     zero = largest.abs() < EPSILON
     weighted = weights * x
+    best_inverse = divide(-half, largest)
     # the first candidate starts the search: only a sum of exactly zero refuses it
-    q, sum_xq, sum_q2 = _signed_trial(x, weights, weighted, divide(-half, largest), half)
+    _, sum_xq, sum_q2 = _signed_trial(x, weights, weighted, best_inverse, half)
     scale = torch.where(sum_q2 != 0, sum_xq / sum_q2, 0)
     best = scale * sum_xq
     for i in (*range(-9, 0), *range(1, 10)):
         numerator = -(np.float32(half) + np.float32(0.1) * np.float32(i))
         inverse = divide(float(numerator), largest)
-        trial, sum_xq, sum_q2 = _signed_trial(x, weights, weighted, inverse, half)
+        _, sum_xq, sum_q2 = _signed_trial(x, weights, weighted, inverse, half)
         better = (sum_q2 > 0) & (sum_xq * sum_xq > best * sum_q2)
-        q = torch.where(better, trial, q)
+        best_inverse = torch.where(better, inverse, best_inverse)
         scale = torch.where(better, sum_xq / sum_q2, scale)
         best = torch.where(better, scale * sum_xq, best)
-    return torch.where(zero, 0, scale), torch.where(zero, 0, q + half).to(torch.int32)
+    q = torch.where(zero, 0, _signed(best_inverse * x, half) + half)
+    return torch.where(zero, 0, scale), q.to(torch.int32)
 
 
 def symmetric_scale_by_descent(x: Tensor, half: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The op ``quantize``, floats to blocks: torch ops, a slice of rows at a time."""
+"""The op ``quantize``, floats to blocks, a slice of rows at a time: Numba on CPUs, torch ops elsewhere."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from realizar_torch.encode import encode
 from realizar_torch.errors import FormatError
-from realizar_torch.ops import checks, torch_kernels
+from realizar_torch.ops import checks, cpu, torch_kernels
 from realizar_torch.ops.library import LIBRARY
 from realizar_torch.ops.recording import recorded
 
@@ -40,6 +40,14 @@ def _torch(weight: Tensor, fmt: str, importance: Tensor | None = None) -> Tensor
     return quantize(encode, weight, fmt, importance)
 
 
-LIBRARY.impl("quantize", recorded("quantize", "cpu", _torch), "CPU")
+def _cpu(weight: Tensor, fmt: str, importance: Tensor | None = None) -> Tensor:
+    if cpu.kernels() is torch_kernels:
+        return _torch(weight, fmt, importance)
+    from realizar_torch.cpu_kernels.encode import encode as compiled
+
+    return quantize(compiled, weight, fmt, importance)
+
+
+LIBRARY.impl("quantize", recorded("quantize", "cpu", _cpu), "CPU")
 LIBRARY.impl("quantize", recorded("quantize", "cuda", _torch), "CUDA")
 LIBRARY.impl("quantize", _torch, "CompositeExplicitAutograd")
