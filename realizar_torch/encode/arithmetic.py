@@ -15,9 +15,9 @@ def divide(dividend: Tensor | float, divisor: Tensor | float) -> Tensor:
     """``dividend / divisor`` rounded once; at least one is a tensor."""
     if not isinstance(dividend, Tensor):
         assert isinstance(divisor, Tensor)
-        dividend = torch.full((), dividend, device=divisor.device)
+        dividend = torch.full((), dividend, dtype=torch.float32, device=divisor.device)
     elif not isinstance(divisor, Tensor):
-        divisor = torch.full((), divisor, device=dividend.device)
+        divisor = torch.full((), divisor, dtype=torch.float32, device=dividend.device)
     return dividend / divisor
 
 
