@@ -64,6 +64,7 @@ ANSWER_SCHEMA = {
     "stop_reason": "str",
     "metrics": {
         "prompt_tokens": "int",
+        "reused_tokens": "int",
         "new_tokens": "int",
         "time_to_first_token": "float",
         "prompt_tokens_per_second": "float",
@@ -138,6 +139,9 @@ def test_chat_keeps_the_conversation_until_reset(run, tiny, greedy, tokenizer, m
     assert records[1]["token_ids"] == ask("the cat", records[0]["text"], "and")
     assert records[2]["token_ids"] == ask("and")
     assert records[1]["token_ids"] != records[2]["token_ids"]
+    # the second prompt begins with the first one and its answer, the third only with the template's words
+    prompts, reused = ([r["metrics"][f"{name}_tokens"] for r in records] for name in ("prompt", "reused"))
+    assert reused[0] == 0 < reused[2] < prompts[0] <= reused[1] < prompts[1]
 
 
 def test_chat_prints_answers_behind_the_prompt_sign(run, tiny, greedy, tokenizer, monkeypatch):
@@ -258,6 +262,33 @@ def test_interrupted_answer_keeps_what_was_said(run, tiny, monkeypatch):
     code, out, _ = run("generate", PROMPT, *exact(tiny, "-n", 20, "--json"))
     record = json.loads(out)
     assert (code, record["stop_reason"], record["metrics"]["new_tokens"]) == (130, "interrupted", 3)
+
+
+def test_chat_goes_on_after_an_interrupt(run, tiny, monkeypatch):
+    """An interrupt before the first token forgets the question, one after the third does not."""
+    from realizar_torch.generation import loop
+
+    originals, calls = {name: getattr(loop, name) for name in ("prefill", "decode_step")}, []
+
+    def interrupted(name, *arguments):
+        calls.append(name)
+        if calls in (["prefill"], ["prefill"] * 2 + ["decode_step"] * 3):
+            raise KeyboardInterrupt
+        return originals[name](*arguments)
+
+    for name in originals:
+        monkeypatch.setattr(loop, name, partial(interrupted, name))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("never\nthe cat\nand\n"))
+    code, out, _ = run("chat", *exact(tiny, "--temperature", 0, "-n", 5, "--json"))
+    records = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [len(record["token_ids"]) for record in records] == [0, 3, 5]
+    assert [record["stop_reason"] for record in records] == ["interrupted", "interrupted", "length"]
+
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n"))
+    alone = json.loads(run("chat", *exact(tiny, "--temperature", 0, "-n", 3, "--json"))[1])
+    assert alone["token_ids"] == records[1]["token_ids"]
+    assert alone["metrics"]["prompt_tokens"] == records[1]["metrics"]["prompt_tokens"]
 
 
 def test_a_reader_that_leaves_early_is_no_error(tiny):

@@ -42,6 +42,14 @@ def test_info_prints_metadata_formats_and_memory(run, tiny):
         assert line in out.splitlines()
 
 
+@pytest.mark.parametrize("verb", ["info", "check"])
+def test_the_file_may_be_an_option_as_in_other_verbs(run, tiny, verb, capsys):
+    assert run(verb, "-m", tiny) == run(verb, "--model", tiny) == run(verb, tiny)
+    with pytest.raises(SystemExit):
+        run(verb, tiny, "-m", tiny)
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
 def test_info_json(run, tiny):
     record = json.loads(run("info", tiny, "--json")[1])
     metadata = record.pop("metadata")

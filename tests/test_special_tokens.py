@@ -65,6 +65,50 @@ class TestSpecialTokens:
         assert tiny_bpe(bos_token_id=None, eos_token_id=None, padding_token_id=-1).bos_token_id is None
 
 
+class TestTurnEnd:
+    """`tiny_bpe` knows <|endoftext|> as an end of generation, and nothing else."""
+
+    @staticmethod
+    def ends(template: str | None, kind: int = 3, name: str = "<|done|>") -> tuple[int, ...]:
+        """`turn_end_ids` as distances from the size of the golden vocabulary, which gets one more token."""
+        tokens, kinds = (PRE["metadata"][f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type"))
+        tokenizer = tiny_bpe(tokens=[*tokens, name], token_type=[*kinds, kind])
+        tokenizer.chat_template = template
+        return tuple(token - len(tokens) for token in tokenizer.turn_end_ids)
+
+    LOOP = "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+
+    def test_a_token_that_the_file_does_not_name(self) -> None:
+        assert self.ends(self.LOOP + "\n<|done|>\n{% endfor %}") == (0,)
+        # the file names the second of the two
+        assert self.ends(self.LOOP + "<|done|><|endoftext|>{% endfor %}") == ()
+        assert self.ends(self.LOOP + "[EOT]{% endfor %}", name="[EOT]") == ()
+
+    def test_only_the_beginning_of_the_next_turn_ends_this_one(self) -> None:
+        user = (
+            "{% for m in messages %}{% if m.role == 'user' %}<|done|>{% endif %}{{ m.content }}{% endfor %}"
+        )
+        assert self.ends(user) == (0,)
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            None,
+            LOOP + "\n{% endfor %}",
+            # before the answer, or after the next question
+            "<|done|>" + LOOP + "{% endfor %}",
+            LOOP + "{% if loop.index == 3 %}<|done|>{% endif %}{% endfor %}",
+            "{{ messages[0].content }}<|done|>",
+            "{{ raise_exception('no') }}",
+        ],
+    )
+    def test_templates_that_end_answers_by_no_token(self, template: str | None) -> None:
+        assert self.ends(template) == ()
+
+    def test_tokens_that_show_in_an_answer_end_none(self) -> None:
+        assert self.ends(self.LOOP + "<|done|>{% endfor %}", kind=4) == ()
+
+
 class TestBos:
     """Model type × add_bos_token × a template that writes BOS: exactly one where one is wanted, else none."""
 

@@ -49,6 +49,35 @@ def test_stream_raises_at_the_call_and_leaves_grad_mode_alone(model):
         assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
+def test_an_answer_to_messages_ends_where_the_template_ends_it(model):
+    class Tokenizer(Letters):
+        turn_end_ids = (5,)
+
+    model.follow(Letters().encode("xabcd"))
+    messages = [{"role": "user", "content": "x"}]
+    assert generate(model, Tokenizer(), messages, max_new_tokens=4) == "ab"
+    assert generate(model, Tokenizer(), "x", max_new_tokens=4) == "abcd"
+    assert generate(model, Tokenizer(), messages, max_new_tokens=4, eos_token_id=[]) == "abcd"
+    model.follow([4, EOS])
+    model.table[4, EOS] = 60.0
+    assert generate(model, Tokenizer(), messages, max_new_tokens=4) == "ab"
+
+
+@pytest.mark.parametrize("function", [generate, stream])
+def test_wrong_keywords_are_reported_by_the_name_that_was_called(model, function):
+    for options, message in (
+        ({"max_new_tokens": 1, "max_tokens": 1}, "unexpected keyword argument 'max_tokens'"),
+        ({"max_new_tokens": 1, "streamer": None}, "unexpected keyword argument 'streamer'"),
+        ({"attention_mask": None}, "unexpected keyword argument 'attention_mask'"),
+        ({}, "missing 1 required keyword-only argument: 'max_new_tokens'"),
+    ):
+        with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) .*{message}"):
+            function(model, Letters(), "x", **options)
+        if "streamer" not in options and "attention_mask" not in options:
+            with pytest.raises(TypeError, match=rf"^generate\(\) .*{message}"):
+                generate_ids(model, torch.tensor([[3]]), **options)
+
+
 def test_stop_string_across_tokens_cuts_the_text_and_keeps_the_ids(model):
     model.follow(Letters().encode("xabcdefg"))
     answer = stream(model, Letters(), "x", max_new_tokens=7, stop_strings=["cde", "zz"])

@@ -45,7 +45,8 @@ class ChatTemplate:
             )
         if any(not isinstance(tool, Mapping) for tool in variables.get("tools") or ()):
             raise FormatError(
-                "tools must be JSON schemas (mappings), as get_json_schema of transformers makes of a function"
+                "tools must be JSON schemas (mappings); transformers.utils.get_json_schema makes them of "
+                "functions"
             )
         # templates tell "no tools" by None, as transformers passes it
         variables = {"tools": None, "documents": None} | _plain(variables)

@@ -81,7 +81,10 @@ def build_parser() -> argparse.ArgumentParser:
     info = verbs.add_parser("info", help="metadata, tensors by format, memory")
     check = verbs.add_parser("check", help="tell whether the file would load, naming every problem")
     for verb in (info, check):
-        verb.add_argument("model", nargs="?", help=_MODEL_HELP)
+        one = verb.add_mutually_exclusive_group()
+        # suppressed: without it, its default would replace what the option says
+        one.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=_MODEL_HELP)
+        one.add_argument("-m", "--model", help="the same, as for the other verbs")
         verb.add_argument("--json", action="store_true", help="print JSON")
 
     bench = verbs.add_parser(

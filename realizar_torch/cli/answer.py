@@ -38,9 +38,14 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def chat(args: argparse.Namespace) -> int:
-    """A conversation on standard input: one message a line. With --json, one JSON object per answer."""
+    """A conversation on standard input: one message a line. With --json, one JSON object per answer.
+
+    What a turn has in common with the one before is not computed again, in a conversation after /reset
+    neither.
+    """
     options = _generation_options(args)
     session = open_session(args)
+    options["prefix_cache"] = _prefix_cache(session)
     messages: Messages = _system_messages(args.system)
     session.announce_compiling()
     while (line := _ask(args.json)) is not None:
@@ -57,13 +62,23 @@ def chat(args: argparse.Namespace) -> int:
             print(f"{error}\nThe message was dropped; /reset starts anew.", file=sys.stderr)
             continue
         answer = _print_pieces(stream, quiet=args.json)
-        messages.append({"role": "assistant", "content": answer})
+        if stream.token_ids:
+            messages.append({"role": "assistant", "content": answer})
+        else:
+            # interrupted before the first word: as if nothing had been asked
+            messages.pop()
         if args.json:
             print(json.dumps(_answer_record(session, stream, answer), ensure_ascii=False), flush=True)
         else:
             print(flush=True)
             print(_rates(stream), file=sys.stderr)
     return 0
+
+
+def _prefix_cache(session: Session) -> Any:
+    from realizar_torch.generation.prefix import PrefixCache
+
+    return PrefixCache(session.model)
 
 
 def _ask(quiet: bool) -> str | None:
@@ -152,6 +167,7 @@ def _rates(stream: "TextStream") -> str:
         return "[no token]"
     rate = metrics.tokens_per_second
     speed = "" if rate is None else f", {rate:.1f} tok/s"
-    count = f"{metrics.prompt_tokens} prompt + {metrics.new_tokens} new tokens"
+    kept = f" ({metrics.reused_tokens} kept)" if metrics.reused_tokens else ""
+    count = f"{metrics.prompt_tokens} prompt{kept} + {metrics.new_tokens} new tokens"
     reason = stream.stop_reason or "interrupted"
     return f"[first token {metrics.time_to_first_token:.2f} s{speed}; {count}; {reason}]"

@@ -76,11 +76,15 @@ def stream(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: Un
     """Starts an answer; yields its text as it comes, never half a character, without the stop string or
     stop token.
 
-    options: the keywords of ``model.generate`` that Options names. Errors in the arguments are raised here,
-    not later.
+    options: the keywords of ``model.generate`` that Options names; unless eos_token_id is among them, the
+    answer to messages ends at the tokenizer's ``turn_end_ids`` as well. Errors in the arguments are raised
+    here, not later.
     """
     check_keywords("stream", options)
     ids = encode_prompt(tokenizer, prompt_or_messages)
+    if not isinstance(prompt_or_messages, str) and options.get("eos_token_id") is None:
+        # a tokenizer of the caller's own need not know them
+        options["eos_token_id"] = (*model.eos_token_ids, *getattr(tokenizer, "turn_end_ids", ()))
     request = make_request(model, torch.tensor([ids]), tokenizer=tokenizer, **options)
     # an answer to messages begins a text of its own
     preceding = ids if isinstance(prompt_or_messages, str) else ()
