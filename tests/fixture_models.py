@@ -13,6 +13,7 @@ VOCAB, WINDOW, PROMPT = 99, 16, 60
 # sizes of architectures that tell the head size, and of those whose heads are hidden/heads wide
 FREE = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
 BOUND = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+HEADS = {"hidden_size": 48, "num_attention_heads": 6}
 COMMON = {
     "vocab_size": VOCAB,
     "intermediate_size": 64,
@@ -46,6 +47,15 @@ LONGROPE = {
     "original_max_position_embeddings": WINDOW,
     "short_factor": [1.0, 1.3, 1.7],
     "long_factor": [1.5, 4.0, 9.0],
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+MINISTRAL = YARN | {
+    "original_max_position_embeddings": WINDOW,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.7,
 }
 
 # fixture -> transformers model class (without its ending), entries of its config
@@ -104,6 +114,34 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "starcoder2": ("Starcoder2", BOUND | {"tie_word_embeddings": True}),
+    "stablelm": ("StableLm", BOUND | {"use_qkv_bias": True, "rope_parameters": PARTIAL}),
+    "stablelm-parallel": (
+        "StableLm",
+        BOUND | {"use_parallel_residual": True, "qk_layernorm": True, "rope_parameters": PARTIAL},
+    ),
+    "gpt2": (
+        "GPT2",
+        HEADS | {"hidden_size": 36, "max_position_embeddings": 64, "tie_word_embeddings": True},
+    ),
+    "gptneox": ("GPTNeoX", HEADS | {"rope_parameters": PARTIAL}),
+    "gptneox-sequential": (
+        "GPTNeoX",
+        HEADS | {"use_parallel_residual": False, "num_hidden_layers": 1, "rope_parameters": PARTIAL},
+    ),
+    "falcon": ("Falcon", HEADS | {"multi_query": True, "tie_word_embeddings": True}),
+    "falcon-groups": ("Falcon", HEADS | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "phi2": (
+        "Phi",
+        {"hidden_size": 40, "num_attention_heads": 5, "intermediate_size": 160, "rope_parameters": PARTIAL},
+    ),
+    "command-r": ("Cohere", BOUND | {"logit_scale": 0.4, "tie_word_embeddings": True}),
+    "command-r-norms": (
+        "Cohere",
+        BOUND | {"logit_scale": 0.4, "use_qk_norm": True, "tie_word_embeddings": True},
+    ),
+    "internlm2": ("Llama", BOUND),
+    "mistral3": ("Ministral3", FREE | {"rope_parameters": MINISTRAL}),
 }
 
 
@@ -112,7 +150,8 @@ def make_model(name: str) -> torch.nn.Module:
     import transformers
 
     stem, entries = MODELS[name]
-    model_class = getattr(transformers, f"{stem}ForCausalLM")
+    ending = "LMHeadModel" if stem == "GPT2" else "ForCausalLM"
+    model_class = getattr(transformers, stem + ending)
     model = model_class(model_class.config_class(**COMMON | entries)).eval()
     generator = torch.Generator().manual_seed(sum(name.encode()))
     with torch.no_grad():

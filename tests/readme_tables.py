@@ -21,23 +21,36 @@ def tables() -> str:
 
 
 def _conventions(arch: ArchSpec) -> list[str]:
-    """Every fact of a row that differs from the default, in words."""
+    """The facts of a row, in words: norms and MLP, then what differs from a plain transformer."""
     norm = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[arch.normalization]
-    facts = [norm if arch.pre_norms else f"{norm} behind attention and MLP only", f"{arch.activation} MLP"]
-    facts += ["post-norms"] if arch.post_norms and arch.pre_norms else []
-    facts += [{"head": "QK-norm", "whole": "QK-norm over all heads"}[arch.qk_norm]] if arch.qk_norm else []
-    facts += ["un-permuted q and k rows"] if arch.interleaved_qk else []
-    facts += ["q, k and v biases"] if arch.biases == QUERY_KEY_VALUE else []
-    facts += ["fused gate and up"] if arch.fused_gate_up else []
-    if not all(arch.rotary_pattern):
-        facts.append(f"no RoPE in {arch.rotary_pattern.count(False)} of {len(arch.rotary_pattern)} layers")
-    if arch.sliding_pattern:
-        count, period = arch.sliding_pattern.count(True), len(arch.sliding_pattern)
-        facts.append("sliding window" + (f" in {count} of {period} layers" if period > 1 else ""))
-    facts += ["soft caps"] if arch.attention_softcap else []
-    facts += ["scaled embeddings"] if arch.scale_embedding else []
-    facts += [f"logit_scale {arch.logit_scale}"] if arch.logit_scale else []
-    return facts
+    norm += "" if arch.norm_bias else " without bias"
+    pattern = arch.sliding_pattern
+    sliding = f"{pattern.count(True)} of {len(pattern)} layers" if len(pattern) > 1 else "all layers"
+    unrotated = f"{arch.rotary_pattern.count(False)} of {len(arch.rotary_pattern)} layers"
+    qk_norm = {
+        "head": "QK-norm",
+        "each head": "QK-norm per head where stored",
+        "whole": "QK-norm over all heads",
+    }
+    facts = {
+        norm: arch.pre_norms,
+        f"{norm} behind attention and MLP only": not arch.pre_norms,
+        f"{'gated ' if arch.gated else ''}{arch.activation.replace('_', ' ')} MLP": True,
+        "fused gate and up": arch.fused_gate_up,
+        "post-norms": arch.post_norms and arch.pre_norms,
+        qk_norm.get(str(arch.qk_norm), ""): arch.qk_norm is not None,
+        "parallel residual": arch.parallel_residual,
+        "biases": "mlp.up_proj" in arch.biases,
+        "q, k, v biases": arch.biases == QUERY_KEY_VALUE,
+        "interleaved RoPE": arch.interleaved_qk,
+        "learned positions": arch.learned_positions,
+        f"no RoPE in {unrotated}": any(arch.rotary_pattern) and not all(arch.rotary_pattern),
+        f"sliding window in {sliding}": bool(pattern),
+        "soft caps": arch.attention_softcap > 0,
+        "scaled embeddings": arch.scale_embedding,
+        f"logit scale {arch.logit_scale}": arch.logit_scale is not None,
+    }
+    return [fact for fact, present in facts.items() if present]
 
 
 def updated(text: str) -> str:

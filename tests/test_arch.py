@@ -1,4 +1,4 @@
-"""Every architecture row against transformers: files of llama.cpp's own converter, logits stored with them."""
+"""Every architecture row against transformers: files by llama.cpp's converter, logits stored beside them."""
 
 from pathlib import Path
 

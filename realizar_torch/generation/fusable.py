@@ -54,20 +54,17 @@ def obstacle(model: Transformer, *, dense: bool = False) -> str | None:
 
 
 def _other_mathematics(model: Transformer) -> str | None:
-    """What the model computes beyond the steps' repertoire: attention with per-head norms and full rotation,
-    gated MLPs, plain residual additions, plain logits."""
+    """What the model as a whole computes beyond the steps' repertoire."""
     config = model.config
     facts = {
         "its logits are scaled": config.logit_scale != 1.0,
         "its logits are capped": config.final_softcap > 0,
         "its attention scores are capped": config.attention_softcap > 0,
-        "its residual additions are scaled": config.residual_scale != 1.0,
         "it rotates a part of each head": config.rotary_dim != config.head_dim,
         "it scales cos and sin": config.rope_scaling.magnitude != 1.0,
+        "it has learned positions": model.embed_positions is not None,
+        "its queries grow with their position": config.temperature != 0,
         "some layers do not rotate": not all(config.arch.rotary_pattern),
-        "it has no norms before attention and MLP": not config.arch.pre_norms,
-        "q and k are normed over all heads": config.arch.qk_norm == "whole",
-        f"its MLP uses {config.arch.activation}": config.arch.activation == "gelu",
     }
     return next((fact for fact, present in facts.items() if present), None)
 
@@ -77,6 +74,17 @@ def _obstacle_in(module: nn.Module, model: Transformer) -> str | None:
         return "has a forward hook"
     if "forward" in module.__dict__:
         return "has a forward of its own"
+    if isinstance(module, Block) and (module.parallel or module.residual_scale != 1.0):
+        return "adds attention and MLP in parallel or scaled"
+    if isinstance(module, Block) and (module.attn_norm is None or module.mlp_norm is None):
+        return "has no norm before attention or MLP"
+    if (
+        isinstance(module, Attention)
+        and getattr(module.q_norm, "features", module.head_dim) != module.head_dim
+    ):
+        return "norms q over all heads"
+    if isinstance(module, GatedMLP) and module.activation == "gelu":
+        return "uses the exact GELU"
     if isinstance(module, RMSNorm) and module.zero_centered:
         return "is zero-centered"
     if isinstance(module, QuantizedEmbedding) and module.dtype != model.dtype:

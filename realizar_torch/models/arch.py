@@ -10,6 +10,7 @@ from realizar_torch.checkpoint.gguf_errors import shown
 from realizar_torch.errors import UnsupportedArchitectureError
 
 QUERY_KEY_VALUE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+ALL_LINEARS = (*QUERY_KEY_VALUE, "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,21 @@ class ArchSpec:
 
     name: str
 
-    # Norms in front of attention and MLP, and behind them before the residual addition.
     normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    # LayerNorms have a bias, but for those of q and k.
+    norm_bias: bool = True
+    # Norms in front of attention and MLP, and behind them before the residual addition.
     pre_norms: bool = True
     post_norms: bool = False
-    # Norm of q and k before RoPE: one weight for each head ("head") or a single one over all heads ("whole").
-    qk_norm: Literal["head", "whole"] | None = None
+    # Attention and MLP both take the layer's input, and their outputs are added to it at once.
+    parallel_residual: bool = False
+    # The MLP has a norm of its own, or takes what the attention's norm gives, in parallel with the attention.
+    mlp_norm: Literal["own", "shared", "as in the file"] = "own"
+    # Norm of q and k before RoPE: per head with one weight for all of them ("head"), per head with weights of
+    # its own, in those files that have them ("each head"), or over all heads at once ("whole").
+    qk_norm: Literal["head", "each head", "whole"] | None = None
 
-    # The converter interleaved the rows of each q and k head for pairwise rotation; loading undoes it.
+    # Rotation pairs the rows 2i and 2i+1 of each q and k head; loading reorders them to pair halves.
     interleaved_qk: bool = False
     # Modules that always have a bias; the others have one where the file holds it.
     biases: tuple[str, ...] = ()
@@ -49,9 +57,12 @@ class ArchSpec:
     final_softcap: float = 0.0
 
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    gated: bool = True
     # Gate and up projection are one tensor, the gate's rows first.
     fused_gate_up: bool = False
 
+    # A learned vector per position is added to the embedding.
+    learned_positions: bool = False
     # Embeddings are multiplied by sqrt(hidden_size); a tied head uses them unscaled.
     scale_embedding: bool = False
     # What the file's logit_scale does to the logits.
@@ -108,6 +119,62 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
                 sliding_pattern=(True, True, True, False),
                 local_rope=True,
             ),
+            ArchSpec(
+                "starcoder2",
+                normalization="layernorm",
+                biases=ALL_LINEARS,
+                activation="gelu_tanh",
+                gated=False,
+                sliding_pattern=(True,),
+                hidden_window=True,
+            ),
+            ArchSpec("stablelm", normalization="layernorm", mlp_norm="as in the file", qk_norm="each head"),
+            ArchSpec(
+                "gpt2",
+                normalization="layernorm",
+                biases=ALL_LINEARS,
+                rotary_pattern=(False,),
+                activation="gelu_tanh",
+                gated=False,
+                learned_positions=True,
+            ),
+            ArchSpec(
+                "gptneox",
+                normalization="layernorm",
+                parallel_residual=True,
+                biases=ALL_LINEARS,
+                activation="gelu",
+                gated=False,
+            ),
+            ArchSpec(
+                "falcon",
+                normalization="layernorm",
+                parallel_residual=True,
+                mlp_norm="shared",
+                activation="gelu",
+                gated=False,
+            ),
+            ArchSpec(
+                "phi2",
+                normalization="layernorm",
+                parallel_residual=True,
+                mlp_norm="shared",
+                biases=(*ALL_LINEARS, "lm_head"),
+                activation="gelu_tanh",
+                gated=False,
+            ),
+            ArchSpec(
+                "command-r",
+                normalization="layernorm",
+                norm_bias=False,
+                parallel_residual=True,
+                mlp_norm="shared",
+                qk_norm="each head",
+                interleaved_qk=True,
+                logit_scale="multiplies",
+            ),
+            ArchSpec("internlm2", interleaved_qk=True),
+            ArchSpec("mistral3", interleaved_qk=True, sliding_pattern=(True,)),
         )
     }
 )

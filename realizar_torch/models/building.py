@@ -1,5 +1,6 @@
 """ModelBuilder: the modules of a model from the tensors of its file."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,19 +13,21 @@ from realizar_torch.errors import MissingTensorsError
 from realizar_torch.models.arch import QUERY_KEY_VALUE
 from realizar_torch.models.config import ModelConfig
 from realizar_torch.models.tensors import (
-    FUSED_QKV,
-    LAYER_TENSORS,
     LONG_DIVISORS,
     MODEL_TENSORS,
     ROPE_DIVISORS,
     SHORT_DIVISORS,
+    has_mlp_norm,
+    has_norm_bias,
+    has_qk_norm,
+    layer_names,
 )
 from realizar_torch.models.transformer import Block
 from realizar_torch.nn.attention import Attention
 from realizar_torch.nn.embedding import QuantizedEmbedding
 from realizar_torch.nn.linear import QuantizedLinear
-from realizar_torch.nn.mlp import GatedMLP
-from realizar_torch.nn.norm import LayerNorm, RMSNorm
+from realizar_torch.nn.mlp import MLP, GatedMLP
+from realizar_torch.nn.norm import LayerNorm, PerHeadNorm, RMSNorm
 
 
 class ModelBuilder:
@@ -49,12 +52,13 @@ class ModelBuilder:
         return self.file.read(name).to(device=self.device, dtype=self.dtype, copy=True)
 
     def norm(self, name: str) -> RMSNorm:
-        weight = self.floats(f"{name}.weight")
-        kind = LayerNorm if self.config.arch.normalization == "layernorm" else RMSNorm
-        norm = kind(weight.numel(), self.config.norm_eps, device="meta", dtype=self.dtype)
-        norm.weight = nn.Parameter(weight, requires_grad=False)
-        if norm.bias is not None:
-            norm.bias = nn.Parameter(self.floats(f"{name}.bias"), requires_grad=False)
+        """A norm of the residual stream."""
+        size, eps, kind = self.config.hidden_size, self.config.norm_eps, self.config.arch.normalization
+        norm = RMSNorm(size, eps, device="meta")
+        if kind == "layernorm":
+            norm = LayerNorm(size, eps, has_norm_bias(self.config), device="meta")
+        for key, _ in list(norm.named_parameters()):
+            setattr(norm, key, nn.Parameter(self.floats(f"{name}.{key}"), requires_grad=False))
         return norm
 
     def linear(self, name: str, rows: slice | Tensor = slice(None)) -> nn.Module:
@@ -97,15 +101,22 @@ class ModelBuilder:
         head.weight = embedding.weight
         return head
 
+    def positions(self) -> nn.Module | None:
+        """The table of learned positions, where the architecture has one."""
+        learned = self.config.arch.learned_positions
+        return self.embedding(MODEL_TENSORS["embed_positions"]) if learned else None
+
     def block(self, layer: int) -> Block:
-        config, arch = self.config, self.config.arch
+        config, arch, names = self.config, self.config.arch, layer_names(layer, self.file.tensors)
+        mlp_norm = has_mlp_norm(config, layer, self.file.tensors)
         return Block(
-            self._layer_norm(layer, "attn_norm", arch.pre_norms),
-            self._attention(layer),
-            self._layer_norm(layer, "mlp_norm", arch.pre_norms),
-            self._mlp(layer),
-            self._layer_norm(layer, "post_attn_norm", arch.post_norms),
-            self._layer_norm(layer, "post_mlp_norm", arch.post_norms),
+            self.norm(names["attn_norm"]) if arch.pre_norms else None,
+            self._attention(layer, names),
+            self.norm(names["mlp_norm"]) if mlp_norm else None,
+            self._mlp(names),
+            self.norm(names["post_attn_norm"]) if arch.post_norms else None,
+            self.norm(names["post_mlp_norm"]) if arch.post_norms else None,
+            parallel=config.parallel_residual or (arch.pre_norms and not mlp_norm),
             residual_scale=config.residual_scale,
         )
 
@@ -126,52 +137,62 @@ class ModelBuilder:
                 return tuple(divisors.tolist())
         return None
 
-    def _layer_norm(self, layer: int, module: str, present: bool) -> RMSNorm | None:
-        return self.norm(_name(layer, module)) if present else None
-
-    def _attention(self, layer: int) -> Attention:
-        config, arch = self.config, self.config.arch
-        q_proj, k_proj, v_proj = self._query_key_value(layer)
+    def _attention(self, layer: int, names: Mapping[str, str]) -> Attention:
+        config = self.config
+        q_proj, k_proj, v_proj = self._query_key_value(names)
+        normed = has_qk_norm(config, layer, self.file.tensors)
         return Attention(
             q_proj,
             k_proj,
             v_proj,
-            self.linear(_name(layer, "self_attn.o_proj")),
+            self.linear(names["self_attn.o_proj"]),
             head_dim=config.head_dim,
             scale=config.attention_scale,
-            q_norm=self._layer_norm(layer, "self_attn.q_norm", arch.qk_norm is not None),
-            k_norm=self._layer_norm(layer, "self_attn.k_norm", arch.qk_norm is not None),
+            q_norm=self._qk_norm(names["self_attn.q_norm"]) if normed else None,
+            k_norm=self._qk_norm(names["self_attn.k_norm"]) if normed else None,
             rotary=config.is_rotary(layer),
             softcap=config.attention_softcap,
         )
 
-    def _query_key_value(self, layer: int) -> list[nn.Module]:
+    def _query_key_value(self, names: Mapping[str, str]) -> list[nn.Module]:
         """q, k and v from a tensor each or from one."""
         config = self.config
-        fused = f"blk.{layer}.{FUSED_QKV}"
-        if f"{fused}.weight" in self.file.tensors:
+        if "self_attn.qkv_proj" in names:
             first, second = config.q_dim, config.q_dim + config.kv_dim
             parts = (slice(0, first), slice(first, second), slice(second, None))
-            return [self.linear(fused, rows) for rows in parts]
+            return [self.linear(names["self_attn.qkv_proj"], rows) for rows in parts]
         rows: list[slice | Tensor] = [slice(None)] * 3
         if config.arch.interleaved_qk:
             heads = (config.num_heads, config.num_kv_heads)
             rows[:2] = [_half_split_order(count, config.head_dim, config.rotary_dim) for count in heads]
-        return [self.linear(_name(layer, m), r) for m, r in zip(QUERY_KEY_VALUE, rows, strict=True)]
+        return [self.linear(names[module], part) for module, part in zip(QUERY_KEY_VALUE, rows, strict=True)]
 
-    def _mlp(self, layer: int) -> GatedMLP:
-        config, arch = self.config, self.config.arch
-        up, inner = _name(layer, "mlp.up_proj"), config.intermediate_size
+    def _qk_norm(self, name: str) -> RMSNorm | PerHeadNorm:
+        config, weight = self.config, self.floats(f"{name}.weight")
+        norm: RMSNorm | PerHeadNorm
+        if weight.ndim == 1:
+            norm = RMSNorm(weight.numel(), config.norm_eps, device="meta")
+        else:
+            heads, size = weight.shape
+            kind = config.arch.normalization
+            norm = PerHeadNorm(
+                heads, size, config.norm_eps, normalization=kind, device="meta", dtype=self.dtype
+            )
+            if config.arch.interleaved_qk:
+                weight = weight[:, _half_split_order(1, size, config.rotary_dim)]
+        norm.weight = nn.Parameter(weight, requires_grad=False)
+        return norm
+
+    def _mlp(self, names: Mapping[str, str]) -> GatedMLP | MLP:
+        arch, inner = self.config.arch, self.config.intermediate_size
+        up, down_proj = names["mlp.up_proj"], self.linear(names["mlp.down_proj"])
+        if not arch.gated:
+            return MLP(self.linear(up), down_proj, activation=arch.activation)
         if arch.fused_gate_up:
             gate_proj, up_proj = self.linear(up, slice(0, inner)), self.linear(up, slice(inner, None))
         else:
-            gate_proj, up_proj = self.linear(_name(layer, "mlp.gate_proj")), self.linear(up)
-        down_proj = self.linear(_name(layer, "mlp.down_proj"))
+            gate_proj, up_proj = self.linear(names["mlp.gate_proj"]), self.linear(up)
         return GatedMLP(gate_proj, up_proj, down_proj, activation=arch.activation)
-
-
-def _name(layer: int, module: str) -> str:
-    return f"blk.{layer}.{LAYER_TENSORS[module]}"
 
 
 def _half_split_order(heads: int, head_dim: int, rotary_dim: int) -> Tensor:

@@ -39,6 +39,10 @@ class ModelConfig:
     local_rope_theta: float | None = None
     sliding_window: int | None = None
     sliding_pattern: tuple[bool, ...] = ()
+    # False where a file says so of an architecture that can do either.
+    parallel_residual: bool = False
+    # Queries at position p are multiplied by 1 + temperature·ln(1 + floor(p / original length)).
+    temperature: float = 0.0
     # Factors on embeddings, on what attention and MLP add, on logits; soft caps, 0 for none.
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -107,6 +111,8 @@ class ModelConfig:
             local_rope_theta=_local_rope_theta(keys, arch, theta) if window and arch.local_rope else None,
             sliding_window=window,
             sliding_pattern=pattern,
+            parallel_residual=arch.parallel_residual and keys.optional("use_parallel_residual", bool, True),
+            temperature=_temperature(keys),
             embedding_scale=keys.factor(
                 "embedding_scale", default=math.sqrt(hidden) if arch.scale_embedding else 1.0
             ),
@@ -166,6 +172,13 @@ def _sliding(keys: Keys, arch: ArchSpec, layers: int) -> tuple[int | None, tuple
 def _local_rope_theta(keys: Keys, arch: ArchSpec, theta: float) -> float:
     default = theta if arch.local_rope_theta is None else arch.local_rope_theta
     return keys.positive("rope.freq_base_swa", default=default, kind=float)
+
+
+def _temperature(keys: Keys) -> float:
+    temperature = keys.factor("attention.temperature_scale", default=0.0)
+    if temperature:
+        keys.positive("rope.scaling.original_context_length")
+    return temperature
 
 
 def _softcap(keys: Keys, name: str, default: float) -> float:

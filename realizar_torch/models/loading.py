@@ -41,5 +41,5 @@ def load_transformer(
             progress(layer + 1, config.num_layers)
     norm, head = build.norm(MODEL_TENSORS["norm"]), build.head(embedding)
     divisors = build.rope_divisors(max_seq_len or config.context_length)
-    model = model_class(config, embedding, layers, norm, head, divisors)
+    model = model_class(config, embedding, layers, norm, head, divisors, build.positions())
     return model.to(device).eval()

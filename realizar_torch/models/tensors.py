@@ -27,10 +27,17 @@ LAYER_TENSORS: Mapping[str, str] = MappingProxyType(
     }
 )
 MODEL_TENSORS: Mapping[str, str] = MappingProxyType(
-    {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+    {
+        "embed_tokens": "token_embd",
+        "embed_positions": "position_embd",
+        "norm": "output_norm",
+        "lm_head": "output",
+    }
 )
 # q, k and v as one tensor, rows in this order, which files of any architecture may have in their place.
 FUSED_QKV = "attn_qkv"
+# Where it is present it feeds the attention, and attn_norm the MLP (Falcon 40B).
+SECOND_NORM = "attn_norm_2"
 # Divisors of the rotary frequencies: of Llama 3, and LongRoPE's for short and for long texts.
 ROPE_DIVISORS = "rope_freqs.weight"
 SHORT_DIVISORS, LONG_DIVISORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -46,56 +53,95 @@ def expected_shapes(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> t
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding, head = MODEL_TENSORS["embed_tokens"], MODEL_TENSORS["lm_head"]
     required: Shapes = {f"{embedding}.weight": (vocab, hidden)}
-    optional: Shapes = {f"{head}.weight": (vocab, hidden), f"{head}.bias": (vocab,)}
+    optional: Shapes = {f"{head}.weight": (vocab, hidden)}
+    (required if "lm_head" in config.arch.biases else optional)[f"{head}.bias"] = (vocab,)
+    if config.arch.learned_positions:
+        required[f"{MODEL_TENSORS['embed_positions']}.weight"] = (config.context_length, hidden)
     for name in (ROPE_DIVISORS, SHORT_DIVISORS, LONG_DIVISORS):
         optional[name] = (config.rotary_dim // 2,)
     _expect_norm(config, MODEL_TENSORS["norm"], (hidden,), required)
     for layer in range(config.num_layers):
-        _expect_layer(config, f"blk.{layer}.", tensors, required, optional)
+        _expect_linears(config, layer, tensors, required, optional)
+        _expect_norms(config, layer, tensors, required)
     return required, optional
 
 
-def _expect_layer(
-    config: ModelConfig, prefix: str, tensors: Mapping[str, TensorInfo], required: Shapes, optional: Shapes
+def layer_names(layer: int, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """Module path inside a layer -> tensor name without its ending; q, k and v are one module where fused."""
+    names = dict(LAYER_TENSORS)
+    if f"blk.{layer}.{FUSED_QKV}.weight" in tensors:
+        names = {module: name for module, name in names.items() if module not in QUERY_KEY_VALUE}
+        names["self_attn.qkv_proj"] = FUSED_QKV
+    if f"blk.{layer}.{SECOND_NORM}.weight" in tensors:
+        names["attn_norm"], names["mlp_norm"] = SECOND_NORM, names["attn_norm"]
+    return {module: f"blk.{layer}.{name}" for module, name in names.items()}
+
+
+def has_mlp_norm(config: ModelConfig, layer: int, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether the MLP of a layer has a norm of its own in front of it."""
+    name = LAYER_TENSORS["mlp_norm"] if config.arch.mlp_norm == "as in the file" else SECOND_NORM
+    return config.arch.pre_norms and (
+        config.arch.mlp_norm == "own" or f"blk.{layer}.{name}.weight" in tensors
+    )
+
+
+def has_qk_norm(config: ModelConfig, layer: int, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether q and k of a layer are normed."""
+    name = LAYER_TENSORS["self_attn.q_norm"]
+    optional = config.arch.qk_norm == "each head"
+    return f"blk.{layer}.{name}.weight" in tensors if optional else config.arch.qk_norm is not None
+
+
+def _expect_linears(
+    config: ModelConfig, layer: int, tensors: Mapping[str, TensorInfo], required: Shapes, optional: Shapes
 ) -> None:
     hidden, inner, arch = config.hidden_size, config.intermediate_size, config.arch
-    matrices: Shapes = {
+    names, biased = layer_names(layer, tensors), set(arch.biases)
+    shapes: Shapes = {
         "self_attn.o_proj": (hidden, config.q_dim),
         "mlp.up_proj": (2 * inner if arch.fused_gate_up else inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    if not arch.fused_gate_up:
-        matrices["mlp.gate_proj"] = (inner, hidden)
-    names = {module: LAYER_TENSORS[module] for module in matrices}
-    rows = dict(zip(QUERY_KEY_VALUE, (config.q_dim, config.kv_dim, config.kv_dim), strict=True))
-    biased = set(arch.biases)
-    if f"{prefix}{FUSED_QKV}.weight" in tensors:
-        matrices["self_attn.qkv_proj"], names["self_attn.qkv_proj"] = (sum(rows.values()), hidden), FUSED_QKV
-        biased |= {"self_attn.qkv_proj"} if biased & rows.keys() else set()
+    if arch.gated and not arch.fused_gate_up:
+        shapes["mlp.gate_proj"] = (inner, hidden)
+    if "self_attn.qkv_proj" in names:
+        shapes["self_attn.qkv_proj"] = (config.q_dim + 2 * config.kv_dim, hidden)
+        biased |= {"self_attn.qkv_proj"} if biased.intersection(QUERY_KEY_VALUE) else set()
     else:
-        matrices |= {module: (count, hidden) for module, count in rows.items()}
-        names |= {module: LAYER_TENSORS[module] for module in rows}
-    for module, shape in matrices.items():
-        required[f"{prefix}{names[module]}.weight"] = shape
-        (required if module in biased else optional)[f"{prefix}{names[module]}.bias"] = shape[:1]
+        rows = (config.q_dim, config.kv_dim, config.kv_dim)
+        shapes |= {module: (count, hidden) for module, count in zip(QUERY_KEY_VALUE, rows, strict=True)}
+    for module, shape in shapes.items():
+        required[f"{names[module]}.weight"] = shape
+        (required if module in biased else optional)[f"{names[module]}.bias"] = shape[:1]
 
-    norms: Shapes = {}
-    if arch.pre_norms:
-        norms |= {"attn_norm": (hidden,), "mlp_norm": (hidden,)}
-    if arch.post_norms:
-        norms |= {"post_attn_norm": (hidden,), "post_mlp_norm": (hidden,)}
-    if arch.qk_norm == "head":
-        norms |= {"self_attn.q_norm": (config.head_dim,), "self_attn.k_norm": (config.head_dim,)}
-    if arch.qk_norm == "whole":
-        norms |= {"self_attn.q_norm": (config.q_dim,), "self_attn.k_norm": (config.kv_dim,)}
-    for module, shape in norms.items():
-        _expect_norm(config, prefix + LAYER_TENSORS[module], shape, required)
+
+def _expect_norms(
+    config: ModelConfig, layer: int, tensors: Mapping[str, TensorInfo], required: Shapes
+) -> None:
+    names, arch, head_dim = layer_names(layer, tensors), config.arch, config.head_dim
+    present = {
+        "attn_norm": arch.pre_norms,
+        "mlp_norm": has_mlp_norm(config, layer, tensors),
+        "post_attn_norm": arch.post_norms,
+        "post_mlp_norm": arch.post_norms,
+    }
+    for module in (module for module, there in present.items() if there):
+        _expect_norm(config, names[module], (config.hidden_size,), required)
+    if has_qk_norm(config, layer, tensors):
+        for module, heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
+            shapes = {"head": (head_dim,), "each head": (heads, head_dim), "whole": (heads * head_dim,)}
+            required[f"{names[f'self_attn.{module}']}.weight"] = shapes[str(arch.qk_norm)]
 
 
 def _expect_norm(config: ModelConfig, name: str, shape: tuple[int, ...], required: Shapes) -> None:
     required[f"{name}.weight"] = shape
-    if config.arch.normalization == "layernorm":
+    if has_norm_bias(config):
         required[f"{name}.bias"] = shape
+
+
+def has_norm_bias(config: ModelConfig) -> bool:
+    """Whether the norms of the residual stream have biases; those of q and k never do."""
+    return config.arch.normalization == "layernorm" and config.arch.norm_bias
 
 
 def tensor_problems(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> list[str]:
@@ -114,7 +160,7 @@ def tensor_problems(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> l
     problems += [
         f"{name} is {info.fmt.name}, but norms and biases must be plain floats"
         for name, info in tensors.items()
-        if name in known and len(known[name]) == 1 and info.fmt.packed
+        if name in known and info.fmt.packed and (len(known[name]) == 1 or "_norm" in name)
     ]
     return problems
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from realizar_torch.errors import FormatError
+from realizar_torch.errors import CacheFullError, FormatError
 from realizar_torch.models.config import ModelConfig
 from realizar_torch.nn.attention import Attention, AttentionInputs, attention_mask
 from realizar_torch.nn.kv_cache import KVCache
-from realizar_torch.nn.mlp import GatedMLP
+from realizar_torch.nn.mlp import MLP, GatedMLP
 from realizar_torch.nn.norm import RMSNorm
 from realizar_torch.nn.rope import RotaryEmbedding
 
@@ -25,32 +25,39 @@ class ModelOutput:
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); norms before and behind where the architecture has them.
 
-    ``residual_scale`` multiplies what attention and MLP add.
+    ``parallel``: x + attention(norm(x)) + mlp(norm(x)), where the MLP takes the attention's normed input if
+    it has no norm of its own. ``residual_scale`` multiplies what attention and MLP add.
     """
 
-    # norms of either kind, or None
+    # norms of either kind, or None; an MLP with a gate or without
     attn_norm: Any
     mlp_norm: Any
+    mlp: Any
 
     def __init__(
         self,
         attn_norm: RMSNorm | None,
         self_attn: Attention,
         mlp_norm: RMSNorm | None,
-        mlp: GatedMLP,
+        mlp: GatedMLP | MLP,
         post_attn_norm: RMSNorm | None = None,
         post_mlp_norm: RMSNorm | None = None,
         *,
+        parallel: bool = False,
         residual_scale: float = 1.0,
     ):
         super().__init__()
         self.attn_norm, self.self_attn, self.post_attn_norm = attn_norm, self_attn, post_attn_norm
         self.mlp_norm, self.mlp, self.post_mlp_norm = mlp_norm, mlp, post_mlp_norm
-        self.residual_scale = residual_scale
+        self.parallel, self.residual_scale = parallel, residual_scale
 
     def forward(self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None, layer: int) -> Tensor:
-        y = self.self_attn(_normed(self.attn_norm, x), inputs, cache, layer)
-        x = x + self._scaled(_normed(self.post_attn_norm, y))
+        normed = _normed(self.attn_norm, x)
+        y = _normed(self.post_attn_norm, self.self_attn(normed, inputs, cache, layer))
+        if self.parallel:
+            z = self.mlp(normed if self.mlp_norm is None else self.mlp_norm(x))
+            return x + self._scaled(y + _normed(self.post_mlp_norm, z))
+        x = x + self._scaled(y)
         y = self.mlp(_normed(self.mlp_norm, x))
         return x + self._scaled(_normed(self.post_mlp_norm, y))
 
@@ -58,7 +65,8 @@ class Block(nn.Module):
         return y if self.residual_scale == 1.0 else y * self.residual_scale
 
     def extra_repr(self) -> str:
-        return f"residual_scale={self.residual_scale:g}" if self.residual_scale != 1.0 else ""
+        parallel = "parallel, " if self.parallel else ""
+        return f"{parallel}residual_scale={self.residual_scale:g}"
 
 
 def _normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
@@ -68,8 +76,9 @@ def _normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
 class Transformer(nn.Module):
     """Embedding, blocks, final norm, output head. Built by ``models.loading``, which supplies the modules."""
 
-    # packed or dense; ``layers`` is a ModuleList of Block
+    # packed or dense; ``embed_positions`` may be None, ``layers`` is a ModuleList of Block
     embed_tokens: Any
+    embed_positions: Any
     lm_head: Any
     layers: Any
 
@@ -81,9 +90,11 @@ class Transformer(nn.Module):
         norm: RMSNorm,
         lm_head: nn.Module,
         rope_divisors: tuple[float, ...] | None = None,
+        embed_positions: nn.Module | None = None,
     ):
         super().__init__()
         self.config = config
+        self.embed_positions = embed_positions
         self.embed_tokens, self.layers, self.norm, self.lm_head = (
             embed_tokens,
             nn.ModuleList(layers),
@@ -125,12 +136,20 @@ class Transformer(nn.Module):
         if cache is not None and cache.batch_size != batch:
             raise FormatError(f"input_ids hold {batch} sequences, the cache is for {cache.batch_size}")
         past = 0 if cache is None else cache.length
+        if self.embed_positions is not None and past + count > config.context_length:
+            raise CacheFullError(
+                f"{past + count} positions, but the model has learned {config.context_length}; "
+                "shorten the prompt"
+            )
         starts = self._starts(attention_mask, input_ids, cache)
         if cache is not None:
             cache.require(count)
 
-        inputs = self._attention_inputs(starts, batch, past, count)
+        positions = self._positions(starts, past, count)
+        inputs = self._attention_inputs(positions, starts, past, count)
         x = self.embed_tokens(input_ids)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(positions)
         if config.embedding_scale != 1.0:
             x = x * config.embedding_scale
         for index, layer in enumerate(self.layers):
@@ -169,21 +188,33 @@ class Transformer(nn.Module):
             cache.set_starts(starts)
         return starts
 
+    def _positions(self, starts: Tensor | None, past: int, count: int) -> Tensor:
+        """Place of each new token in its own text, int64 [B or 1, T]; 0 for padding."""
+        positions = torch.arange(past, past + count, device=self.device)[None]
+        return positions if starts is None else (positions - starts[:, None]).clamp_min(0)
+
     def _attention_inputs(
-        self, starts: Tensor | None, batch: int, past: int, count: int
+        self, positions: Tensor, starts: Tensor | None, past: int, count: int
     ) -> tuple[AttentionInputs, ...]:
         """Inputs of global layers and of sliding layers, indexed by ``config.is_sliding(layer)``."""
-        positions = torch.arange(past, past + count, device=self.device)[None]
-        if starts is not None:
-            positions = (positions - starts[:, None]).clamp_min(0)
         cos, sin = self.rope(positions)
-        everywhere = AttentionInputs(cos, sin, attention_mask(starts, past, count, None, self.device))
+        scale = self._q_scale(positions)
+        mask = attention_mask(starts, past, count, None, self.device)
+        everywhere = AttentionInputs(cos, sin, mask, scale)
         if self.config.sliding_window is None:
             return (everywhere,)
         if self.local_rope is not None:
             cos, sin = self.local_rope(positions)
         window = self.config.sliding_window
-        return everywhere, AttentionInputs(cos, sin, attention_mask(starts, past, count, window, self.device))
+        mask = attention_mask(starts, past, count, window, self.device)
+        return everywhere, AttentionInputs(cos, sin, mask, scale)
+
+    def _q_scale(self, positions: Tensor) -> Tensor | None:
+        """Queries grow with their position, as those of Llama 4: 1 + t·ln(1 + floor(p / original length))."""
+        if not self.config.temperature:
+            return None
+        turns = (positions // self.config.rope_scaling.original_length).float()
+        return (1.0 + self.config.temperature * turns.log1p())[:, None, :, None]
 
 
 def left_padding(mask: Tensor, input_ids: Tensor) -> Tensor | None:

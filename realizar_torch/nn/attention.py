@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from realizar_torch.nn.kv_cache import KVCache
-from realizar_torch.nn.norm import RMSNorm
+from realizar_torch.nn.norm import PerHeadNorm, RMSNorm
 from realizar_torch.nn.projection import project
 from realizar_torch.nn.rope import rotate
 
@@ -18,12 +18,14 @@ class AttentionInputs:
     """What all layers of one kind (global or sliding) share in one forward pass.
 
     ``cos``/``sin``: fp32 [B, 1, T, rotary_dim/2]. ``mask``: bool [B, 1, T, S], True where a query may look;
-    None means plainly causal for T > 1 and everything for T = 1.
+    None means plainly causal for T > 1 and everything for T = 1. ``q_scale``: fp32 [B, 1, T, 1], a factor on
+    the queries of each position, or None.
     """
 
     cos: Tensor
     sin: Tensor
     mask: Tensor | None
+    q_scale: Tensor | None = None
 
 
 class Attention(nn.Module):
@@ -49,8 +51,8 @@ class Attention(nn.Module):
         *,
         head_dim: int,
         scale: float,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
+        q_norm: RMSNorm | PerHeadNorm | None = None,
+        k_norm: RMSNorm | PerHeadNorm | None = None,
         rotary: bool = True,
         softcap: float = 0.0,
     ):
@@ -69,14 +71,16 @@ class Attention(nn.Module):
         q, k, v = self._heads(q, self.q_norm), self._heads(k, self.k_norm), self._heads(v, None)
         if self.rotary:
             q, k = rotate(q, inputs.cos, inputs.sin), rotate(k, inputs.cos, inputs.sin)
+        if inputs.q_scale is not None:
+            q = (q * inputs.q_scale).to(q.dtype)
         if cache is not None:
             k, v = cache.append(layer, k, v)
         y = attend(q, k.to(q.dtype), v.to(q.dtype), inputs.mask, self.scale, self.softcap)
         return self.o_proj(y.transpose(1, 2).reshape(batch, count, -1))
 
-    def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+    def _heads(self, x: Tensor, norm: RMSNorm | PerHeadNorm | None) -> Tensor:
         """[B, T, H·head_dim] -> [B, H, T, head_dim], normed where there is a norm."""
-        whole = norm is not None and norm.features == x.shape[-1]
+        whole = isinstance(norm, RMSNorm) and norm.features > self.head_dim
         if norm is not None and whole:
             x = norm(x)
         heads = x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)

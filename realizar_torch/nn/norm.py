@@ -49,6 +49,36 @@ class RMSNorm(nn.Module):
         return f"{self.features}, eps={self.eps}" + (", zero_centered=True" if self.zero_centered else "")
 
 
+class PerHeadNorm(nn.Module):
+    """Norms each head of ``x [B, heads, T, head_dim]`` by itself, with a weight of its own and no bias.
+
+    ``normalization``: "rmsnorm" or "layernorm". Key: ``weight [heads, head_dim]``.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        normalization: str,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.features, self.eps, self.normalization = head_dim, eps, normalization
+        self.weight = nn.Parameter(torch.ones(heads, head_dim, device=device, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [B, heads, T, head_dim]`` → the same shape and dtype."""
+        weight = self.weight.to(compute_dtype(x.dtype))
+        plain = normalize(x, torch.ones_like(weight[0]), None, self.normalization, self.eps)
+        return (plain * weight[:, None]).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, {self.normalization}, eps={self.eps}"
+
+
 class LayerNorm(RMSNorm):
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension; as RMSNorm otherwise.
 
