@@ -1,9 +1,10 @@
-"""Small random Hugging Face directories, written by transformers, with a tokenizer.json of the tiny vocabulary.
+"""Small random Hugging Face directories, written by transformers, with a tokenizer.json of a tiny vocabulary.
 
 Sizes are odd on purpose: head counts 3:1, a head size that is not hidden/heads, norm weights far from 1, a
 vocabulary that is no multiple of 32.
 """
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,14 @@ def write_hf_directory(
             elif parameter.ndim == 1:
                 parameter.uniform_(-1, 1)
             else:
-                parameter.normal_(0, (4 if "embed" in parameter_name or "lm_head" in parameter_name else 1) / 10)
-    model = model.to(dtype)
-    model.save_pretrained(path, max_shard_size=shard)
+                parameter.normal_(
+                    0, (4 if "embed" in parameter_name or "lm_head" in parameter_name else 1) / 10
+                )
+            # what a file of that dtype holds; buffers stay as they are
+            parameter.copy_(parameter.to(dtype))
+    copy.deepcopy(model).to(dtype).save_pretrained(path, max_shard_size=shard)
     write_tokenizer(path)
-    return model.float()
+    return model
 
 
 def write_tokenizer(path: Path) -> None:

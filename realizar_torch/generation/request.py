@@ -1,5 +1,6 @@
 """A generation request: every argument of ``generate`` checked before anything is computed."""
 
+import operator
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def make_request(
     rows, prompt_length = input_ids.shape
     if rows > MAX_BATCH:
         raise FormatError(f"input_ids hold {rows} sequences; expected at most {MAX_BATCH} at once")
-    _require_integer(max_new_tokens, "max_new_tokens")
+    max_new_tokens = _integer(max_new_tokens, "max_new_tokens")
     if max_new_tokens < 0:
         raise FormatError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
     if prompt_length + max_new_tokens > model.max_seq_len:
@@ -129,9 +130,14 @@ def make_request(
     )
 
 
-def _require_integer(value: object, name: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise FormatError(f"{name} is {value!r}; expected an integer")
+def _integer(value: Any, name: str) -> int:
+    """An int of anything that is one, NumPy's and a tensor's integers included; bool is none."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise FormatError(f"{name} is {value!r}; expected an integer")
 
 
 def _checked_ids(input_ids: torch.Tensor, vocab_size: int, device: torch.device) -> torch.Tensor:
@@ -193,19 +199,17 @@ def _checked_stop_ids(eos_token_id: int | Sequence[int] | None, default: tuple[i
         return default
     if isinstance(eos_token_id, torch.Tensor):
         eos_token_id = eos_token_id.flatten().tolist()
-    if not isinstance(eos_token_id, int | Sequence):
+    if not isinstance(eos_token_id, Sequence) and not hasattr(eos_token_id, "__index__"):
         raise FormatError(f"eos_token_id is {eos_token_id!r}; expected an id, a list of ids or None")
-    stop_ids = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
-    for stop_id in stop_ids:
-        _require_integer(stop_id, "eos_token_id")
-    return stop_ids
+    stop_ids = eos_token_id if isinstance(eos_token_id, Sequence) else (eos_token_id,)
+    return tuple(_integer(stop_id, "eos_token_id") for stop_id in stop_ids)
 
 
 def _choose_pad(pad_token_id: int | None, model: Any, stop_ids: tuple[int, ...], vocab_size: int) -> int:
     """The id that fills rows which end early: the caller's, the file's, or else a stop id."""
     for candidate in (pad_token_id, model.pad_token_id, *stop_ids, *model.eos_token_ids):
         if candidate is not None:
-            _require_integer(candidate, "pad_token_id")
+            candidate = _integer(candidate, "pad_token_id")
             if not 0 <= candidate < vocab_size:
                 raise FormatError(
                     f"pad_token_id is {candidate}; the model's vocabulary is 0 to {vocab_size - 1}"

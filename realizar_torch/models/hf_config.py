@@ -21,13 +21,15 @@ Config = Mapping[str, Any]
 class HFModel:
     """What a ``model_type`` of config.json is in GGUF, and how its safetensors differ from GGUF's tensors.
 
-    arch: the row in ``models.arch``. norm_offset: what converters add to norm weights (Gemma's 1). tied:
-    whether the head is the embedding where config.json does not say. transposed: matrices stored [in, out],
-    by the last part of their GGUF name. grouped_qkv: the fused rows are stored as [key head, (its queries,
-    k, v)], which converters sort into all of q, k and v. defaults: entries that config.json may leave out.
+    arch: the row in ``models.arch``. permuted_qk: converters interleave the rows of q and k. norm_offset: what
+    converters add to norm weights (Gemma's 1). tied: whether the head is the embedding where config.json
+    does not say. transposed: matrices stored [in, out], by the last part of their GGUF name. grouped_qkv: the
+    fused rows are stored as [key head, (its queries, k, v)], which converters sort into all of q, k and v.
+    defaults: entries that config.json may leave out.
     """
 
     arch: str
+    permuted_qk: bool = False
     norm_offset: float = 0.0
     tied: bool = False
     transposed: tuple[str, ...] = ()
@@ -37,9 +39,9 @@ class HFModel:
 
 HF_MODELS: Mapping[str, HFModel] = MappingProxyType(
     {
-        "llama": HFModel("llama"),
-        "mistral": HFModel("llama"),
-        "smollm3": HFModel("smollm3", tied=True),
+        "llama": HFModel("llama", permuted_qk=True),
+        "mistral": HFModel("llama", permuted_qk=True),
+        "smollm3": HFModel("smollm3", permuted_qk=True, tied=True),
         "qwen2": HFModel("qwen2"),
         "qwen3": HFModel("qwen3"),
         "gemma3_text": HFModel("gemma3", norm_offset=1.0, tied=True),
@@ -75,7 +77,7 @@ def gguf_metadata(config: Config, source: str) -> dict[str, Any]:
     spec = get_arch(model.arch, source)
     config = {**model.defaults, **{key: value for key, value in config.items() if value is not None}}
     config |= rope_entries(config, source)
-    _check_activation(config, spec, source)
+    _check_conventions(config, spec, source)
     metadata: dict[str, Any] = {"general.architecture": model.arch}
     for key, read in _ROWS.items():
         try:
@@ -192,7 +194,12 @@ _REQUIRED = {
 }
 
 
-def _check_activation(config: Config, spec: ArchSpec, source: str) -> None:
+def _check_conventions(config: Config, spec: ArchSpec, source: str) -> None:
+    """UnsupportedArchitectureError for what the row takes for granted and this model does otherwise."""
+    rotary = config.get("no_rope_layers")
+    pattern = [spec.rotary_pattern[layer % len(spec.rotary_pattern)] for layer in range(len(rotary or ()))]
+    if rotary is not None and [bool(flag) for flag in rotary] != pattern:
+        raise UnsupportedArchitectureError(f"{source}: no_rope_layers {rotary} are not supported")
     stated = _first(config, "hidden_activation", "hidden_act", "activation_function")
     if stated is not None and stated not in _ACTIVATIONS[spec.activation]:
         raise UnsupportedArchitectureError(

@@ -22,7 +22,6 @@ from realizar_torch.checkpoint.safetensors_files import SafetensorsFiles
 from realizar_torch.checkpoint.tokenizer_json import tokenizer_metadata
 from realizar_torch.errors import CheckpointError, MissingTensorsError
 from realizar_torch.formats import get_format
-from realizar_torch.models.arch import get_arch
 from realizar_torch.models.hf_config import find_hf_model, gguf_metadata, head_dim
 from realizar_torch.models.hf_rope import rope_divisors
 
@@ -111,24 +110,15 @@ def _recipes(
 ) -> dict[str, _Recipe]:
     """GGUF name -> recipe, for every stored tensor and the ones a converter would add."""
     model = find_hf_model(config, source)
-    spec = get_arch(model.arch, source)
     names = _gguf_names(files, model.arch, metadata[f"{model.arch}.block_count"])
-    tied = config.get("tie_word_embeddings", model.tied)
-    if tied:
-        # transformers shares the embedding whatever is stored
-        names.pop("output.weight", None)
-    elif "output.weight" not in names:
-        raise MissingTensorsError(
-            f"{source} says tie_word_embeddings is false, but no output head is stored; "
-            "set it to true if the head is the embedding"
-        )
+    _settle_head(names, files, config.get("tie_word_embeddings", model.tied), source)
     heads = metadata[f"{model.arch}.attention.head_count"]
     kv_heads = metadata.get(f"{model.arch}.attention.head_count_kv", heads)
     recipes = {}
     for name, stored in names.items():
         stem = name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
         convert: Callable[..., Tensor] = _same
-        if spec.interleaved_qk and stem in ("attn_q", "attn_k"):
+        if model.permuted_qk and stem in ("attn_q", "attn_k"):
             convert = _Interleave(heads if stem == "attn_q" else kv_heads)
         elif model.norm_offset and stem.endswith("norm"):
             convert = _Add(model.norm_offset)
@@ -169,6 +159,25 @@ def _gguf_names(files: SafetensorsFiles, arch: str, layers: int) -> dict[str, st
             f"they do not belong to a {arch} model of {layers} layers"
         )
     return names
+
+
+def _settle_head(names: dict[str, str], files: SafetensorsFiles, tied: bool, source: str) -> None:
+    """A head that is stored counts, as in transformers; a copy of the embedding is left out."""
+    embedding, head = names.get("token_embd.weight"), names.get("output.weight")
+    if head is None and not tied:
+        raise MissingTensorsError(
+            f"{source} says tie_word_embeddings is false, but no output head is stored; "
+            "set it to true if the head is the embedding"
+        )
+    if tied and head and embedding and _equal(files, head, embedding):
+        del names["output.weight"]
+
+
+def _equal(files: SafetensorsFiles, *names: str) -> bool:
+    first, second = (files.tensors[name] for name in names)
+    if first.dtype not in _FORMATS.values() or (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return torch.equal(*map(files.read, names))
 
 
 def _same(stored: Tensor) -> Tensor:

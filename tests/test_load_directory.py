@@ -1,0 +1,239 @@
+"""rt.load of Hugging Face directories: logits of transformers, encoded weights, and every damage refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hf_directories import KINDS, VOCAB, WINDOW, write_hf_directory
+from safetensors.torch import load_file, save_file
+
+import realizar_torch as rt
+from realizar_torch.models.sources import open_source
+
+# fp32 on both sides; logits of size 10, sums of up to 160 terms in other orders
+TOLERANCE = 2e-4
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+VARIANTS = {
+    **{kind: (kind, {}) for kind in KINDS},
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, sharded": ("llama", {"shard": "100KB"}),
+    "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "llama, linear rope": ("llama", {"rope_parameters": LINEAR}),
+    "llama, bf16": ("llama", {"dtype": torch.bfloat16}),
+    "gemma3_text, bf16": ("gemma3_text", {"dtype": torch.bfloat16}),
+}
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (2, 60), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory) -> Path:
+    """A sharded llama directory that nobody changes."""
+    path = tmp_path_factory.mktemp("hf") / "llama"
+    write_hf_directory(path, shard="100KB")
+    return path
+
+
+@pytest.fixture
+def directory(pristine, tmp_path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(pristine, tmp_path / "copy"))
+
+
+def edit(path: Path, **changes: object) -> None:
+    """Sets entries of a JSON file; None removes one."""
+    value = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: entry for key, entry in value.items() if entry is not None}))
+
+
+def change_tensors(directory: Path, change) -> None:
+    """``change`` edits the dict of all tensors, which then fill one file."""
+    tensors = {}
+    for shard in sorted(directory.glob("*.safetensors")):
+        tensors |= load_file(shard)
+        shard.unlink()
+    (directory / "model.safetensors.index.json").unlink(missing_ok=True)
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_equal_transformers_beyond_the_window(name, tmp_path, ids):
+    kind, changes = VARIANTS[name]
+    expected = write_hf_directory(tmp_path, kind, **changes)
+    model, _ = rt.load(tmp_path, activations="float", dtype="float32")
+    with torch.inference_mode():
+        ours, reference = model(ids).logits, expected(ids).logits
+    assert ids.shape[1] > 2 * WINDOW and reference.std() > 1
+    assert (ours - reference).abs().max() <= TOLERANCE
+
+
+def test_old_spellings_of_config_mean_the_same(tmp_path, ids):
+    """As transformers wrote it before version 5."""
+    expected = write_hf_directory(tmp_path, rope_parameters=LLAMA3)
+    old = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    edit(tmp_path / "config.json", rope_parameters=None, rope_theta=5000.0, rope_scaling=old, head_dim=24)
+    with torch.inference_mode():
+        ours = rt.load(tmp_path, activations="float")[0](ids).logits
+        assert (ours - expected(ids).logits).abs().max() <= TOLERANCE
+
+
+def test_greedy_ids_equal_transformers(tmp_path):
+    expected = write_hf_directory(tmp_path, "gemma3_text")
+    model, tokenizer = rt.load(tmp_path, activations="float")
+    prompt = torch.tensor([tokenizer.encode("the cat in the hat and the")])
+    ours = model.generate(prompt, max_new_tokens=np.int64(24), eos_token_id=[])
+    theirs = expected.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    assert torch.equal(ours, theirs)
+
+
+# -- encoded while loading ---------------------------------------------------------------------------------
+
+
+def test_encoded_weights_are_those_of_quantize(directory):
+    """Rows of 96 are no whole blocks of 256: they take blocks of 32, as in llama.cpp."""
+    dense, _ = rt.load(directory, activations="float")
+    model, _ = rt.load(directory, quantize="Q4_K")
+    for name, linear in dense.named_modules():
+        if isinstance(linear, torch.nn.Linear | torch.nn.Embedding):
+            packed = model.get_submodule(name)
+            assert packed.fmt == ("Q8_0" if name == "lm_head" else "Q5_0"), name
+            assert torch.equal(packed.weight, rt.quantize(linear.weight, packed.fmt)), name
+    assert all(torch.equal(a.weight, b.weight) for a, b in zip(norms(model), norms(dense), strict=True))
+
+
+def norms(model):
+    return [module for name, module in model.named_modules() if name.endswith("norm")]
+
+
+def test_whole_blocks_take_the_format_asked_for(tmp_path, ids):
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 36}
+    write_hf_directory(tmp_path, hidden_size=256, intermediate_size=512, tie_word_embeddings=True, **heads)
+    model, _ = rt.load(tmp_path, quantize="Q4_K", activations="float")
+    dense, _ = rt.load(tmp_path, activations="float")
+    formats = {name: module.fmt for name, module in model.named_modules() if hasattr(module, "fmt")}
+    # o_proj has 288 columns; the embedding is the head
+    assert formats.pop("embed_tokens") == "Q6_K" and formats.pop("lm_head") == "Q6_K"
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert {fmt for name, fmt in formats.items() if "o_proj" in name} == {"Q5_0"}
+    assert {fmt for name, fmt in formats.items() if "o_proj" not in name} == {"Q4_K"}
+    with torch.no_grad():
+        for name, module in dense.named_modules():
+            if hasattr(module, "weight") and name in formats | {"embed_tokens": ""}:
+                module.weight.copy_(model.get_submodule(name).dequantize())
+        assert (model(ids).logits - dense(ids).logits).abs().max() <= TOLERANCE
+
+
+def test_a_plan_names_tensors_by_pattern(directory):
+    plan = {"blk.1.attn_*.weight": "Q8_0", "blk.*.ffn_down.weight": "Q4_0", "blk.*.attn_q.weight": "Q5_1"}
+    model, _ = rt.load(directory, quantize=plan)
+    formats = {name: m.fmt for name, m in model.named_modules() if isinstance(m, rt.QuantizedLinear)}
+    layer = {f"layers.{n}.mlp.down_proj": "Q4_0" for n in range(3)}
+    layer |= {f"layers.{n}.self_attn.q_proj": "Q5_1" for n in (0, 2)}
+    assert formats == layer | {f"layers.1.self_attn.{name}_proj": "Q8_0" for name in "qkvo"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"blk.*.attn_query.weight": "Q8_0"}, r"attn_query\.weight' matches nothing.*token_embd\.weight"),
+        ({"blk.*norm.weight": "Q8_0"}, "matches nothing"),
+        ("Q4_K_M", "unknown format 'Q4_K_M'"),
+        ("F16", "plain float"),
+    ],
+)
+def test_a_plan_that_cannot_be_meant_is_refused(directory, plan, words):
+    with pytest.raises(rt.FormatError, match=words):
+        rt.load(directory, quantize=plan)
+
+
+def test_encoding_needs_something_dense(tmp_path):
+    from tiny_models import write_tiny_llama
+
+    path = write_tiny_llama(tmp_path / "tiny.gguf")
+    model, _ = rt.load(path, quantize={"blk.1.attn_v.weight": "Q8_0"})
+    assert model.layers[1].self_attn.v_proj.fmt == "Q8_0" and model.layers[0].self_attn.v_proj.fmt == "Q6_K"
+    rt.load(path, quantize="Q8_0")[0].layers[1].mlp.down_proj.fmt = "Q8_0"
+    with pytest.raises(rt.FormatError, match="matches nothing"):
+        rt.load(path, quantize={"blk.0.attn_v.weight": "Q8_0"})
+
+
+# -- arguments ---------------------------------------------------------------------------------------------
+
+
+def test_config_replaces_metadata(directory, ids):
+    other, _ = rt.load(directory, config={"llama.rope.freq_base": 100.0}, activations="float")
+    edit(directory / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 100.0})
+    changed, _ = rt.load(directory, activations="float")
+    with torch.inference_mode():
+        assert torch.equal(other(ids).logits, changed(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"llama.rope.freq_bass": 1.0}, r"nothing reads.*llama\.rope\.freq_base"),
+        ({"rope.freq_base": 1.0}, "nothing reads"),
+        ({"llama.block_count": "two"}, "block_count is str"),
+        ([("llama.block_count", 2)], "expected a dict"),
+        ({"llama.block_count": 2}, "2 layers|unexpected"),
+    ],
+)
+def test_config_that_cannot_be_meant_is_refused(directory, config, words):
+    with pytest.raises(rt.RealizarError, match=words):
+        rt.load(directory, config=config)
+
+
+def test_numbers_and_names_of_other_types(directory):
+    model, _ = rt.load(directory, dtype="float16", max_seq_len=np.int64(40), batch_size=2)
+    assert model.dtype == torch.float16 and model.max_seq_len == 40
+    assert model.layers[0].mlp.up_proj.weight.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"device": "meta"}, "no values"),
+        ({"dtype": "int8"}, "float16"),
+        ({"dtype": torch.int8}, "float16"),
+        ({"max_seq_len": 129}, "1 to 128"),
+        ({"max_seq_len": True}, "1 to 128"),
+        ({"batch_size": 0}, "1 to 32"),
+        ({"batch_size": 33}, "1 to 32"),
+        ({"tokenizer": 7}, "expected a path or a Tokenizer"),
+    ],
+)
+def test_bad_arguments_are_refused(directory, argument, words):
+    with pytest.raises(rt.FormatError, match=words):
+        rt.load(directory, **argument)
+
+
+def test_the_files_are_not_changed_and_give_memory_back(directory):
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    for path in directory.iterdir():
+        path.chmod(0o444)
+    model, _ = rt.load(directory)
+    for parameter in model.parameters():
+        parameter.data.add_(1)
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+    source = open_source(directory)
+    first = source.read("blk.0.ffn_up.weight").clone()
+    source.release("blk.0.ffn_up.weight")
+    assert torch.equal(source.read("blk.0.ffn_up.weight"), first)
