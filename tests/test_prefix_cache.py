@@ -154,8 +154,8 @@ def test_sampling_and_the_penalty_see_the_whole_prompt(model):
 
 def kept_keys_are_right(model, cache):
     """The keys of ``cache`` are those of its ids, computed at once."""
-    ids = torch.tensor([cache.token_ids])
-    fresh = KVCache(model.config, 1, ids.shape[1])
+    ids = torch.tensor([cache.token_ids], device=model.device)
+    fresh = KVCache(model.config, 1, ids.shape[1], device=model.device)
     with torch.inference_mode():
         model(ids, cache=fresh)
     kept = cache._state.cache
@@ -297,3 +297,25 @@ def test_a_step_too_many_is_forgotten(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         loop.generate_ids(model, torch.tensor([[9, 5, 7, 6]]), **options)
     assert cache.token_ids == (9, 5, 7, 6) and cache._state.cache.length == 4
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_graph_and_memory_stay(path):
+    model, tokenizer = rt.load(path, device="cuda", dtype=torch.float32, activations="float")
+    cache = rt.PrefixCache(model)
+    options = {"max_new_tokens": 12, "eos_token_id": []}
+    ids = torch.tensor([HEAD + OLD_TAIL])
+    model.generate(ids, prefix_cache=cache, cuda_graph=True, **options)
+    decoder, address = cache._state.decoder, cache._state.cache.keys.data_ptr()
+    for prompt in (HEAD + TAIL, HEAD + TAIL + ANSWER, HEAD[:9] + TAIL):
+        ids = torch.tensor([prompt])
+        found = model.generate(ids, prefix_cache=cache, cuda_graph=True, **options)
+        assert torch.equal(found, model.generate(ids, **options))
+        assert cache.token_ids == tuple(found[0, :-1].tolist())
+        kept_keys_are_right(model, cache)
+        stream = rt.stream(model, tokenizer, "the cat and the dog", prefix_cache=cache, **options)
+        next(stream), next(stream)
+        stream.close()
+        kept_keys_are_right(model, cache)
+    assert cache._state.decoder is decoder and decoder.stats.captures == 1
+    assert cache._state.cache.keys.data_ptr() == address
