@@ -6,16 +6,19 @@ vocabulary that is no multiple of 32.
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tiny_models import CHAT_TEMPLATE, tokenizer_metadata
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB = len(tokenizer_metadata()["tokenizer.ggml.tokens"])
 WINDOW = 16
+INDEX = "model.safetensors.index.json"
 _SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 96,
@@ -84,3 +87,25 @@ def write_tokenizer(path: Path) -> None:
     settings = {"bos_token": tokens[1], "eos_token": {"content": tokens[2]}, "pad_token": tokens[0]}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+def edit(path: Path, **changes: object) -> None:
+    """Sets entries of a JSON file; None removes one."""
+    value = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: entry for key, entry in value.items() if entry is not None}))
+
+
+def load_all(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of every safetensors file."""
+    return {k: v for shard in sorted(directory.glob("*.safetensors")) for k, v in load_file(shard).items()}
+
+
+def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """``change`` edits the dict of all tensors, which then fill one file."""
+    tensors = {name: tensor.clone() for name, tensor in load_all(directory).items()}
+    for path in (*directory.glob("*.safetensors"), directory / INDEX):
+        path.unlink(missing_ok=True)
+    change(tensors)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors"
+    )

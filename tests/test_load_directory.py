@@ -1,14 +1,12 @@
 """rt.load of Hugging Face directories: logits of transformers, encoded weights, and every damage refused."""
 
-import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hf_directories import KINDS, VOCAB, WINDOW, write_hf_directory
-from safetensors.torch import load_file, save_file
+from hf_directories import KINDS, VOCAB, WINDOW, edit, write_hf_directory
 
 import realizar_torch as rt
 from realizar_torch.models.sources import open_source
@@ -55,23 +53,6 @@ def pristine(tmp_path_factory) -> Path:
 def directory(pristine, tmp_path) -> Path:
     """A copy to break."""
     return Path(shutil.copytree(pristine, tmp_path / "copy"))
-
-
-def edit(path: Path, **changes: object) -> None:
-    """Sets entries of a JSON file; None removes one."""
-    value = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: entry for key, entry in value.items() if entry is not None}))
-
-
-def change_tensors(directory: Path, change) -> None:
-    """``change`` edits the dict of all tensors, which then fill one file."""
-    tensors = {}
-    for shard in sorted(directory.glob("*.safetensors")):
-        tensors |= load_file(shard)
-        shard.unlink()
-    (directory / "model.safetensors.index.json").unlink(missing_ok=True)
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", VARIANTS)

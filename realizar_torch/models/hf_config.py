@@ -21,8 +21,8 @@ Config = Mapping[str, Any]
 class HFModel:
     """What a ``model_type`` of config.json is in GGUF, and how its safetensors differ from GGUF's tensors.
 
-    arch: the row in ``models.arch``. permuted_qk: converters interleave the rows of q and k. norm_offset: what
-    converters add to norm weights (Gemma's 1). tied: whether the head is the embedding where config.json
+    arch: the row in ``models.arch``. permuted_qk: converters interleave the rows of q and k. norm_offset:
+    what converters add to norm weights (Gemma's 1). tied: whether the head is the embedding where config.json
     does not say. transposed: matrices stored [in, out], by the last part of their GGUF name. grouped_qkv: the
     fused rows are stored as [key head, (its queries, k, v)], which converters sort into all of q, k and v.
     defaults: entries that config.json may leave out.
@@ -59,7 +59,8 @@ def find_hf_model(config: Config, source: str) -> HFModel:
             f"{source}: model_type {shown(kind)} is not supported; supported: {', '.join(HF_MODELS)}"
         )
     if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method", "unknown")
+        stated = config["quantization_config"]
+        method = stated.get("quant_method") if isinstance(stated, dict) else stated
         raise UnsupportedArchitectureError(
             f"{source}: the weights are already quantized ({shown(str(method))}); "
             "take the model in bf16 or fp16, or as a GGUF file"
@@ -83,9 +84,7 @@ def gguf_metadata(config: Config, source: str) -> dict[str, Any]:
         try:
             value = read(config)
         except (TypeError, ValueError, ZeroDivisionError, AttributeError, OverflowError) as error:
-            raise CheckpointError(
-                complaint(source, f"entries for {key!r}", f"values that give {error}", "numbers")
-            ) from None
+            raise CheckpointError(complaint(source, f"entries for {key!r}", f"{error}", "numbers")) from None
         if value is not None:
             metadata[f"{model.arch}.{key}"] = value
         elif key in _REQUIRED:
@@ -97,7 +96,7 @@ def gguf_metadata(config: Config, source: str) -> dict[str, Any]:
 
 def head_dim(config: Config) -> int | None:
     """Elements of one head, stated or hidden size over heads."""
-    stated, hidden, heads = _first(config, "head_dim"), _hidden(config), _heads(config)
+    stated, hidden, heads = _int_of("head_dim")(config), _hidden(config), _heads(config)
     return stated if stated is not None or not hidden or not heads else hidden // heads
 
 
@@ -105,12 +104,18 @@ def _first(config: Config, *names: str) -> Any:
     return next((config[name] for name in names if name in config), None)
 
 
-def _any_of(*names: str) -> Callable[[Config], Any]:
-    return lambda config: _first(config, *names)
+def _int_of(*names: str) -> Callable[[Config], int | None]:
+    def read(config: Config) -> int | None:
+        value = _first(config, *names)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{names[0]} = {value!r:.40}")
+        return value
+
+    return read
 
 
-_hidden = _any_of("hidden_size", "n_embd")
-_heads = _any_of("num_attention_heads", "n_head")
+_hidden = _int_of("hidden_size", "n_embd")
+_heads = _int_of("num_attention_heads", "n_head")
 
 
 def _float_of(*names: str) -> Callable[[Config], float | None]:
@@ -152,13 +157,13 @@ _PARTIAL = ("rope.partial_rotary_factor", "partial_rotary_factor", "rotary_pct")
 # GGUF key behind the architecture's name -> its value; None: the key is left out
 _ROWS: Mapping[str, Callable[[Config], Any]] = MappingProxyType(
     {
-        "block_count": _any_of("num_hidden_layers", "n_layer"),
-        "context_length": _any_of("max_position_embeddings", "n_positions", "n_ctx"),
+        "block_count": _int_of("num_hidden_layers", "n_layer"),
+        "context_length": _int_of("max_position_embeddings", "n_positions", "n_ctx"),
         "embedding_length": _hidden,
-        "feed_forward_length": _any_of("intermediate_size", "n_inner"),
-        "vocab_size": _any_of("vocab_size"),
+        "feed_forward_length": _int_of("intermediate_size", "n_inner"),
+        "vocab_size": _int_of("vocab_size"),
         "attention.head_count": _heads,
-        "attention.head_count_kv": _any_of("num_key_value_heads"),
+        "attention.head_count_kv": _int_of("num_key_value_heads"),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": _float_of("rms_norm_eps"),
@@ -171,14 +176,14 @@ _ROWS: Mapping[str, Callable[[Config], Any]] = MappingProxyType(
         "logit_scale": _float_of("logit_scale", "logits_scaling"),
         "embedding_scale": _float_of("embedding_multiplier"),
         "residual_scale": _float_of("residual_multiplier"),
-        "expert_count": _any_of("num_local_experts", "num_experts"),
-        "expert_used_count": _any_of("num_experts_per_tok"),
+        "expert_count": _int_of("num_local_experts", "num_experts"),
+        "expert_used_count": _int_of("num_experts_per_tok"),
         "rope.dimension_count": _rotary_dim,
         "rope.freq_base": _float_of("rope.rope_theta"),
         "rope.freq_base_swa": _float_of("rope_local.rope_theta"),
-        "rope.scaling.type": _any_of("rope.kind"),
+        "rope.scaling.type": lambda config: config.get("rope.kind"),
         "rope.scaling.factor": _float_of("rope.factor"),
-        "rope.scaling.original_context_length": _any_of("rope.original_max_position_embeddings"),
+        "rope.scaling.original_context_length": _int_of("rope.original_max_position_embeddings"),
         "rope.scaling.attn_factor": _float_of("rope.magnitude"),
         "rope.scaling.yarn_attn_factor": _float_of("rope.attention_factor"),
         "rope.scaling.yarn_beta_fast": _float_of("rope.beta_fast"),
