@@ -8,7 +8,6 @@ Refuses to print a time when a block differs: from ggml's, or without it from th
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from cpu import cpu_name, output_of
 
 import realizar_torch as rt
 from realizar_torch.encode import encode
@@ -48,9 +48,10 @@ def main() -> int:
     importance = torch.rand(args.size, generator=generator)
     report = {
         "command": "python bench/encode.py " + " ".join(sys.argv[1:]),
-        "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor(),
+        "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else cpu_name(),
         "threads": args.threads,
         "torch": torch.__version__,
+        "commit": output_of("git", "rev-parse", "--short", "HEAD"),
         "seconds": {},
     }
     print(f"{args.size}x{args.size} on {args.device}, {args.threads} threads; seconds, best of {args.rounds}")
