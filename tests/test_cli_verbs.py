@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import call, exact, schema
-from gguf_files import write_gguf
+from gguf_files import write_gguf, write_split_gguf
 from hf_reference import reference_model
 from tiny_models import tiny_metadata, tiny_tensors, write_tiny_llama
 
@@ -100,6 +100,36 @@ def test_check_names_every_problem_at_once(run, tmp_path):
         assert sum(word in line for line in lines) == 1
     record = json.loads(run("check", path, "--json")[1])
     assert record["loads"] is False and [f"  - {problem}" for problem in record["problems"]] == lines[1:]
+
+
+def test_check_of_a_directory_gives_a_verdict_for_each_model(run, tiny, tmp_path):
+    (tmp_path / "below").mkdir()
+    good = write_tiny_llama(tmp_path / "below" / "good.gguf")
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(tiny.read_bytes()[:-1000])
+    # whole shards below, the second of two alone, a projector, a Hugging Face directory without its weights
+    counts = [10, len(tiny_tensors()) - 10]
+    whole = write_split_gguf(tmp_path / "below", "whole", tiny_metadata(), tiny_tensors(), counts)[0]
+    missing, shard = write_split_gguf(tmp_path, "part", tiny_metadata(), tiny_tensors(), counts)
+    missing.unlink()
+    (tmp_path / "mmproj.gguf").write_bytes(b"")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "llama"}')
+    foreign = write_gguf(tmp_path / "t5.gguf", {"general.architecture": "t5"}, {})
+    code, out, _ = run("check", tmp_path, "--json")
+    records = {Path(r["file"]): r["problems"] for r in map(json.loads, out.splitlines())}
+    assert code == 1 and list(records) == [good, whole, cut, tmp_path / "hf", shard, foreign]
+    assert [path for path in records if not records[path]] == [good, whole]
+    # what is supported instead
+    assert "'t5'" in records[foreign][0] and "llama" in records[foreign][0] and "qwen2" in records[foreign][0]
+    lines = run("check", tmp_path)[1].splitlines()
+    assert [line for line in lines if not line.startswith("  - ")] == [
+        f"{path} would not load:" if records[path] else f"{path} would load" for path in records
+    ]
+    assert run("check", tmp_path / "below") == (0, f"{good} would load\n{whole} would load\n", "")
+    (tmp_path / "empty").mkdir()
+    code, _, err = run("check", tmp_path / "empty")
+    assert code == 2 and "holds no model" in err
 
 
 def test_check_of_a_damaged_file_is_one_problem(run, tiny, tmp_path):

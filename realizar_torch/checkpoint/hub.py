@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -45,10 +46,7 @@ def find_model(reference: str | os.PathLike[str]) -> Path:
 def select_files(names: list[str], quant: str | None, repo: str) -> list[str]:
     """The file names of the one model among ``names`` that ``quant`` means: one file, or all shards in
     order."""
-    models: dict[str, list[str]] = {}
-    for name in sorted(names):
-        if name.lower().endswith(".gguf") and not Path(name).name.lower().startswith("mmproj"):
-            models.setdefault(_SHARD_SUFFIX.sub("", name[: -len(".gguf")]), []).append(name)
+    models = group_shards(names)
     found = [model for model in models if quant is None or _mentions(model, quant)]
     if len(found) == 1:
         return models[found[0]]
@@ -60,6 +58,15 @@ def select_files(names: list[str], quant: str | None, repo: str) -> list[str]:
         f"{repo} holds {len(found) or 'no'} {wanted}{'s' if found else ''}, expected one; it has: {listed}. "
         f"Choose with {repo}:QUANT"
     )
+
+
+def group_shards(names: Iterable[str]) -> dict[str, list[str]]:
+    """GGUF file names by the model that they are (a part of), shards in order; projectors left out."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.lower().endswith(".gguf") and not Path(name).name.lower().startswith("mmproj"):
+            models.setdefault(_SHARD_SUFFIX.sub("", name[: -len(".gguf")]), []).append(name)
+    return models
 
 
 def _mentions(model: str, quant: str) -> bool:

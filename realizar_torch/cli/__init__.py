@@ -79,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_answer_options(chat, usual_count=512, temperature=0.7)
 
     info = verbs.add_parser("info", help="metadata, tensors by format, memory")
-    check = verbs.add_parser("check", help="tell whether the file would load, naming every problem")
+    check = verbs.add_parser("check", help="tell whether a model, or each in a directory, would load")
     for verb in (info, check):
         one = verb.add_mutually_exclusive_group()
         # suppressed: without it, its default would replace what the option says

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from realizar_torch.checkpoint.gguf import GGUFFile, open_gguf
-from realizar_torch.checkpoint.tokenizer import Tokenizer
 from realizar_torch.cli.session import EXIT_PROBLEMS, locate_model
 from realizar_torch.errors import RealizarError
 from realizar_torch.generation.causal_lm import DEFAULT_MAX_SEQ_LEN
 from realizar_torch.models.config import ModelConfig
+from realizar_torch.models.sources import models_under, open_source, open_tokenizer
 from realizar_torch.models.tensors import tensor_problems
 
 _LONGEST_VALUE = 100
@@ -81,35 +81,37 @@ def describe(file: GGUFFile) -> dict[str, Any]:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Tells whether the file would load; returns 1 when it would not."""
-    path = locate_model(args.model)
-    problems = find_problems(path)
-    if args.json:
-        print(
-            json.dumps({"file": str(path), "loads": not problems, "problems": problems}, ensure_ascii=False)
-        )
-    elif problems:
-        print(f"{path} would not load:")
-        for problem in problems:
-            print(f"  - {problem}")
-    else:
-        print(f"{path} would load")
-    return EXIT_PROBLEMS if problems else 0
+    """Tells whether the model, or each in a directory of models, would load; returns 1 when one would not.
+
+    With --json, one object a line for each.
+    """
+    code = 0
+    for path in models_under(locate_model(args.model)):
+        problems = find_problems(path)
+        code = code or (EXIT_PROBLEMS if problems else 0)
+        if args.json:
+            record = {"file": str(path), "loads": not problems, "problems": problems}
+            print(json.dumps(record, ensure_ascii=False))
+        else:
+            print(f"{path} would not load:" if problems else f"{path} would load")
+            for problem in problems:
+                print(f"  - {problem}")
+    return code
 
 
 def find_problems(path: Path) -> list[str]:
     """One line for each thing that keeps the model or its tokenizer from loading."""
     try:
-        file = open_gguf(path)
+        source = open_source(path)
     except RealizarError as error:
         return [str(error)]
     problems = []
     try:
-        problems += tensor_problems(file.tensors, ModelConfig.from_gguf(file.metadata, str(path)))
+        problems += tensor_problems(source.tensors, ModelConfig.from_gguf(source.metadata, str(path)))
     except RealizarError as error:
         problems.append(str(error))
     try:
-        Tokenizer.from_gguf(file.metadata)
+        open_tokenizer(source)
     except RealizarError as error:
         problems.append(str(error))
     return problems

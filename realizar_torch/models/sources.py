@@ -6,10 +6,11 @@ from typing import Any
 
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.checkpoint.gguf_errors import shown_path
+from realizar_torch.checkpoint.hub import group_shards
 from realizar_torch.checkpoint.safetensors_files import INDEX_FILE, SINGLE_FILE
 from realizar_torch.checkpoint.source import ModelSource
 from realizar_torch.checkpoint.tokenizer_json import tokenizer_metadata, tokenizer_of
-from realizar_torch.errors import CheckpointError, FormatError
+from realizar_torch.errors import CheckpointError, FormatError, GGUFError
 from realizar_torch.models.hf_directory import CONFIG_FILE as HF_CONFIG
 from realizar_torch.models.hf_directory import HFDirectory
 from realizar_torch.models.saved_directory import SavedDirectory
@@ -29,9 +30,33 @@ def open_source(path: str | os.PathLike[str]) -> ModelSource:
         raise CheckpointError(f"{shown_path(directory)} is a part of a model: give the directory it is in")
     if (directory / SAVED_CONFIG).is_file():
         return SavedDirectory(directory)
-    if (directory / HF_CONFIG).is_file() and not any(directory.glob("*.gguf")):
+    if is_directory_model(directory):
         return HFDirectory(directory)
     return open_gguf(directory)
+
+
+def is_directory_model(directory: Path) -> bool:
+    """True for a directory that is a model itself and does not just hold GGUF files."""
+    if (directory / SAVED_CONFIG).is_file():
+        return True
+    return (directory / HF_CONFIG).is_file() and not any(directory.glob("*.gguf"))
+
+
+def models_under(path: Path) -> list[Path]:
+    """Every model in a directory, at any depth; the path alone if it is none.
+
+    GGUFError where there is none.
+    """
+    if not path.is_dir() or is_directory_model(path):
+        return [path]
+    names = [file.relative_to(path).as_posix() for file in path.rglob("*.gguf")]
+    models = [path / shards[0] for shards in group_shards(names).values()]
+    models += [config.parent for config in path.rglob("*.json") if is_directory_model(config.parent)]
+    if not models:
+        raise GGUFError(
+            f"{shown_path(path)} holds no model: no GGUF file, and no {HF_CONFIG} or {SAVED_CONFIG}"
+        )
+    return sorted(set(models))
 
 
 def open_tokenizer(source: ModelSource | str | os.PathLike[str] | Any) -> Any:
