@@ -31,6 +31,7 @@ _HOMES = {
     "load": "generation.causal_lm",
     "DecodeGraph": "generation.graph",
     "save": "models.saving",
+    "quantize_model": "quantization",
     "prepack": "surgery",
     "unpack": "surgery",
     "PrefixCache": "generation.prefix",

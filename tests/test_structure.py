@@ -18,11 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVELS = (
     {"errors", "user_cache"},
     {"formats", "metrics"},
-    {"reference", "encode", "packing", "checkpoint"},
+    {"reference", "encode", "format_plan", "packing", "checkpoint"},
     {"triton_kernels", "cpu_kernels"},
     {"ops"},
     {"nn"},
-    {"models", "surgery"},
+    {"models", "quantization", "surgery"},
     {"generation"},
     {"hf", "cli", "diagnosis", "evaluation"},
 )

@@ -13,6 +13,7 @@ from realizar_torch.checkpoint.gguf_errors import shown_path
 from realizar_torch.checkpoint.mapped import stored_bytes
 from realizar_torch.checkpoint.source import ModelSource, SourceView
 from realizar_torch.errors import FormatError
+from realizar_torch.format_plan import choose_formats
 from realizar_torch.formats import Q6_K, BlockFormat, get_packed_format
 
 # Rows that are no whole blocks take another format, as llama.cpp chooses (llama-quant.cpp,
@@ -78,20 +79,6 @@ class EncodedSource(SourceView):
             self.release(name)
             self._last = name, blocks
         return self._last[1]
-
-
-def choose_formats(plan: Mapping[str, str], names: Mapping[str, object]) -> dict[str, BlockFormat]:
-    """Name -> format of the first pattern that matches; FormatError for a pattern that matches none."""
-    formats = {pattern: get_packed_format(fmt) for pattern, fmt in plan.items()}
-    for pattern in formats:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            listed = ", ".join(list(names)[:4])
-            raise FormatError(f"the pattern {pattern!r} matches nothing; names are like {listed}")
-    return {
-        name: next(formats[pattern] for pattern in formats if fnmatchcase(name, pattern))
-        for name in names
-        if any(fnmatchcase(name, pattern) for pattern in formats)
-    }
 
 
 def _for_rows(fmt: BlockFormat, columns: int) -> BlockFormat | None:

@@ -1,0 +1,222 @@
+"""quantize_model: the dense weights of any nn.Module, encoded in place; a report of what became of each."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from realizar_torch import ops
+from realizar_torch.errors import FormatError
+from realizar_torch.format_plan import check_patterns, choose_formats
+from realizar_torch.formats import BlockFormat
+from realizar_torch.nn.embedding import QuantizedEmbedding
+from realizar_torch.nn.linear import QuantizedLinear
+from realizar_torch.ops.checks import ACTIVATIONS, FLOATS, check_choice
+
+DEFAULT_EXCLUDE = ("lm_head",)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """What became of one weight. names: the modules that share it. fmt: its format now, None where it stayed
+    dense, and then reason says why. Bytes are those of the weight, without the bias."""
+
+    names: tuple[str, ...]
+    fmt: str | None
+    reason: str | None
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """modules: one entry for each weight of a linear or embedding, in the order of the model."""
+
+    modules: tuple[ModuleReport, ...]
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(module.bytes_before for module in self.modules)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(module.bytes_after for module in self.modules)
+
+    @property
+    def skipped(self) -> tuple[ModuleReport, ...]:
+        """The entries that stayed dense."""
+        return tuple(module for module in self.modules if module.fmt is None)
+
+    def __str__(self) -> str:
+        lines = []
+        for entry in self.modules:
+            became = entry.fmt or f"dense, {entry.reason}"
+            lines.append(
+                f"{', '.join(entry.names)}: {entry.bytes_before} -> {entry.bytes_after} bytes ({became})"
+            )
+        return "\n".join([*lines, f"all: {self.bytes_before} -> {self.bytes_after} bytes"])
+
+
+def quantize_model(
+    model: nn.Module,
+    fmt_or_plan: str | Mapping[str, str],
+    *,
+    exclude: Iterable[str] = DEFAULT_EXCLUDE,
+    activations: str = "float",
+    progress: Callable[[int, int], None] | None = None,
+) -> QuantizationReport:
+    """Replaces ``nn.Linear``, ``nn.Embedding`` and transformers' ``Conv1D`` by packed modules, in place.
+
+    fmt_or_plan: a format for all, or a dict of patterns (fnmatch, on full module names) and formats, of which
+    the first that matches decides. exclude: patterns of modules that stay dense. activations: of the new
+    linears. progress: called with (weights done, weights in all). Rows that are no whole blocks are padded,
+    as ``QuantizedLinear`` does.
+
+    Modules that share a weight go on sharing it, and stay dense together. A weight stays dense, and the
+    report says so, if it is excluded or in no pattern, would not become smaller, is of a subclass (which may
+    compute something else), has hooks or parametrizations, or no values (meta device). Weights are encoded
+    one after the other: memory grows by one packed weight and the encoder's slices.
+
+    FormatError, before anything is changed: an unknown format, a pattern that matches no such module, one
+    weight in two formats, nothing to replace. FormatError for a weight with NaN or infinite values comes when
+    it is met: the weights before it are packed then.
+    """
+    check_choice("activations", activations, ACTIVATIONS)
+    groups = _weights(model)
+    names = [name for group in groups for name in group.names]
+    if not names:
+        raise FormatError("the model has no nn.Linear, nn.Embedding or Conv1D to quantize")
+    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    if exclude != DEFAULT_EXCLUDE:
+        check_patterns(exclude, names)
+    plan = {"*": fmt_or_plan} if isinstance(fmt_or_plan, str) else fmt_or_plan
+    formats = choose_formats(plan, names)
+    decisions = [_decide(group, formats, exclude) for group in groups]
+    reports = []
+    for done, (group, (fmt, reason)) in enumerate(zip(groups, decisions, strict=True), start=1):
+        before = after = group.weight.nbytes
+        if fmt is not None:
+            after = _replace(model, group, fmt.name, activations).nbytes
+        reports.append(ModuleReport(group.names, fmt.name if fmt else None, reason, before, after))
+        if progress is not None:
+            progress(done, len(groups))
+    return QuantizationReport(tuple(reports))
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A dense weight and the modules that hold it, each under every name it has."""
+
+    weight: Tensor
+    members: tuple[tuple[str, nn.Module], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.members)
+
+
+def _weights(model: nn.Module) -> list[_Weight]:
+    members: dict[int, list[tuple[str, nn.Module]]] = defaultdict(list)
+    weights: dict[int, Tensor] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name and (isinstance(module, nn.Linear | nn.Embedding) or _is_conv1d(module)):
+            weight = _weight(module)
+            weights[id(weight)] = weight
+            members[id(weight)].append((name, module))
+    return [_Weight(weight, tuple(members[key])) for key, weight in weights.items()]
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """transformers' layer of GPT-2, weight [in, out]; told by name, as transformers need not be there."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _matrix(module: nn.Module) -> Tensor:
+    """The weight as [out, in]."""
+    return _weight(module).t() if _is_conv1d(module) else _weight(module)
+
+
+def _decide(
+    group: _Weight, formats: Mapping[str, BlockFormat], exclude: tuple[str, ...]
+) -> tuple[BlockFormat | None, str | None]:
+    """The format of a weight, or the reason why it stays dense."""
+    for name, module in group.members:
+        if any(fnmatchcase(name, pattern) for pattern in exclude):
+            return None, f"{name} is excluded"
+        if name not in formats:
+            return None, f"no pattern matches {name}"
+        if (reason := _unsupported(module)) is not None:
+            return None, f"{name} {reason}"
+    if len({_is_conv1d(module) for _, module in group.members}) > 1:
+        return None, "shared by modules that read it in two directions"
+    chosen = {formats[name].name for name in group.names}
+    if len(chosen) > 1:
+        raise FormatError(f"{' and '.join(group.names)} share a weight; give them one format, not {chosen}")
+    fmt, (rows, columns) = formats[group.names[0]], _matrix(group.members[0][1]).shape
+    if rows * fmt.row_bytes(columns) >= group.weight.nbytes:
+        return None, f"too small: {columns} columns are {fmt.row_bytes(columns)} bytes of {fmt.name}"
+    return fmt, None
+
+
+def _unsupported(module: nn.Module) -> str | None:
+    kind = type(module)
+    if kind not in (nn.Linear, nn.Embedding) and not _is_conv1d(module):
+        return f"is a {kind.__name__}, which may compute something else"
+    if parametrize.is_parametrized(module):
+        return "has parametrizations"
+    if "forward" in module.__dict__ or any(getattr(module, hooks) for hooks in _HOOKS):
+        return "has hooks or a forward of its own"
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        return "has max_norm"
+    weight = _weight(module)
+    if weight.is_meta or weight.dtype not in FLOATS or weight.numel() == 0:
+        return f"holds no float values ({weight.dtype} on {weight.device})"
+    return None
+
+
+@torch.no_grad()
+def _replace(model: nn.Module, group: _Weight, fmt: str, activations: str) -> Tensor:
+    """Puts packed modules, which share one weight, in the place of the group's; returns that weight."""
+    packed: nn.Parameter | None = None
+    new: dict[int, nn.Module] = {}
+    for name, module in group.members:
+        if id(module) not in new:
+            if packed is None:
+                packed = _encode(name, module, fmt)
+            new[id(module)] = _packed_module(module, packed, fmt, activations)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, new[id(module)])
+    assert packed is not None
+    return packed
+
+
+def _encode(name: str, module: nn.Module, fmt: str) -> nn.Parameter:
+    try:
+        return nn.Parameter(ops.quantize(_matrix(module), fmt), requires_grad=False)
+    except FormatError as error:
+        raise FormatError(f"{name}: {error}") from None
+
+
+def _packed_module(module: nn.Module, weight: nn.Parameter, fmt: str, activations: str) -> nn.Module:
+    new: QuantizedEmbedding | QuantizedLinear
+    if isinstance(module, nn.Embedding):
+        width, dtype = module.embedding_dim, module.weight.dtype
+        new = QuantizedEmbedding.from_blocks(weight.data, width, fmt, module.padding_idx, dtype=dtype)
+    else:
+        bias, columns = module.bias, _matrix(module).shape[1]
+        assert bias is None or isinstance(bias, Tensor)
+        new = QuantizedLinear.from_blocks(weight.data, columns, fmt, bias, activations=activations)
+    new.weight = weight
+    return new.train(module.training)
