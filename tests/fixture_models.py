@@ -51,8 +51,9 @@ LONGROPE = {
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 MINISTRAL = YARN | {
     "original_max_position_embeddings": WINDOW,
-    "beta_fast": 4.0,
-    "beta_slow": 1.0,
+    "rope_theta": 100.0,
+    "beta_fast": 1.2,
+    "beta_slow": 0.1,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.7,
@@ -75,7 +76,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", BOUND | {"rope_parameters": YARN}),
     "qwen3": ("Qwen3", FREE | {"tie_word_embeddings": True}),
     "phi3": ("Phi3", BOUND | {"sliding_window": WINDOW}),
-    "phi3-long": ("Phi3", BOUND | {"rope_parameters": LONGROPE}),
+    "phi3-long": (
+        "Phi3",
+        BOUND | {"original_max_position_embeddings": WINDOW, "rope_parameters": LONGROPE},
+    ),
     "gemma": ("Gemma", FREE | {"tie_word_embeddings": True}),
     "gemma2": (
         "Gemma2",

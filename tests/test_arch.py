@@ -1,40 +1,159 @@
 """Every architecture row against transformers: files by llama.cpp's converter, logits stored beside them."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
-from fixture_models import MODELS, WINDOW
+from arch_fixtures import FIXTURES, TOLERANCE, deviation, golden, golden_short, load
+from fixture_models import MODELS, VOCAB, WINDOW, is_long
+from gguf_files import plain, write_gguf
+from tiny_models import weight
 
+from realizar_torch import reference
 from realizar_torch.checkpoint.gguf import open_gguf
+from realizar_torch.errors import CacheFullError
+from realizar_torch.generation.cpu_step import why_not
+from realizar_torch.generation.step import DecodeState, decode_step, prefill
+from realizar_torch.models.arch import ARCHITECTURES
+from realizar_torch.models.config import ModelConfig
 from realizar_torch.models.loading import load_transformer
+from realizar_torch.models.tensors import expected_shapes
+from realizar_torch.nn.kv_cache import KVCache
 
-FIXTURES = Path(__file__).parent / "fixtures"
-# fp32 on both sides; logits are of size 10, sums of up to 100 terms in other orders
-TOLERANCE = 2e-4
-# what a file does not tell and its reader must
-OVERRIDES = {"mistral": {"llama.attention.sliding_window": WINDOW}}
-
-
-def load(name: str):
-    file = open_gguf(FIXTURES / f"{name}.gguf")
-    file.metadata = {**file.metadata, **OVERRIDES.get(name, {})}
-    return load_transformer(file, device=torch.device("cpu"), dtype=torch.float32, activations="float")
+# whose decode step is one fused kernel; the others run module by module
+FUSED = {"llama", "llama-linear", "mistral", "qwen3", "phi3", "gemma", "gemma3", "internlm2"}
 
 
-def golden(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    with np.load(FIXTURES / f"{name}.npz") as arrays:
-        return torch.from_numpy(arrays["ids"]), torch.from_numpy(arrays["logits"])
-
-
-def difference(name: str) -> torch.Tensor:
-    """Largest difference from transformers at each position, [T]."""
-    ids, expected = golden(name)
-    with torch.inference_mode():
-        return (load(name)(ids).logits - expected).abs().amax(-1)[0]
+def test_every_row_has_a_fixture():
+    assert {open_gguf(FIXTURES / f"{name}.gguf").arch for name in MODELS} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers(name):
-    assert difference(name).max() <= TOLERANCE
+    worst = deviation(load(name), name)
+    assert len(worst) > 3 * WINDOW
+    assert worst.max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", filter(is_long, MODELS))
+def test_short_texts_have_factors_of_their_own(name):
+    """A model loaded for no more than the original length; one loaded for more uses the long factors."""
+    ids, expected = golden(name)
+    short = golden_short(name)
+    with torch.inference_mode():
+        ours = load(name, max_seq_len=WINDOW)(ids[:, :WINDOW]).logits
+        longer = load(name, max_seq_len=WINDOW + 1)(ids[:, :WINDOW]).logits
+    assert (ours - short).abs().max() <= TOLERANCE
+    assert (longer - expected[:, :WINDOW]).abs().max() <= TOLERANCE
+    assert (short - expected[:, :WINDOW]).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_and_single_tokens_equal_one_pass(name):
+    model, (ids, expected) = load(name), golden(name)
+    cache = KVCache(model.config, 1, ids.shape[1])
+    with torch.inference_mode():
+        pieces = [model(piece, cache=cache).logits for piece in ids.split([20, 25, *[1] * 15], dim=1)]
+    assert (torch.cat(pieces, dim=1) - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:decoding runs module by module")
+@pytest.mark.parametrize("name", MODELS)
+def test_decoding_a_padded_batch_equals_prefill(name):
+    """Row 0 is the prompt, row 1 its end alone, behind padding; the last tokens are decoded one by one."""
+    model, (ids, expected) = load(name), golden(name)
+    count, pad, end = ids.shape[1], 13, 50
+    batch = torch.cat((ids, ids.roll(-5)))
+    mask = torch.ones_like(batch)
+    batch[1, :pad], mask[1, :pad] = 0, 0
+    state = DecodeState(model, 2, count)
+    with torch.inference_mode():
+        alone = model(batch[1:, pad:]).logits[0]
+        steps = [prefill(model, batch[:, :end], mask[:, :end], state)]
+        assert (why_not(model, state.cache) is None) == (name in FUSED)
+        # a fused step's logits are valid until the next step
+        steps += [decode_step(model, batch[:, i], state).clone() for i in range(end, count)]
+    ours = torch.stack(steps, dim=1)
+    assert (ours[0] - expected[0, end - 1 :]).abs().max() <= TOLERANCE
+    assert (ours[1] - alone[end - pad - 1 :]).abs().max() <= TOLERANCE
+
+
+# rows of 96 or of 768 columns, so that every matrix is whole blocks
+PACKED = [(name, "Q8_0") for name in MODELS] + [
+    (name, "Q4_K") for name in ("llama", "phi3", "falcon", "gemma2")
+]
+
+
+@pytest.mark.parametrize(("name", "fmt"), PACKED)
+def test_packed_weights_equal_their_values(name, fmt, tmp_path):
+    """The packed model equals the dense model of its dequantized weights, in the fixture's architecture."""
+    file = open_gguf(FIXTURES / f"{name}.gguf")
+    small, head_dim = (96, 16) if fmt == "Q8_0" else (768, 128)
+    keys = _resized(file.metadata, file.arch, small, head_dim)
+    required, _ = expected_shapes(ModelConfig.from_gguf(keys), file.tensors)
+    packed, dense = {}, {}
+    for seed, (tensor, shape) in enumerate(required.items()):
+        if len(shape) == 1 or "_norm" in tensor:
+            values = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
+            packed[tensor] = dense[tensor] = plain(values)
+            continue
+        packed[tensor] = weight(fmt, *shape, seed)
+        blocks = torch.frombuffer(bytearray(packed[tensor][2]), dtype=torch.uint8).view(shape[0], -1)
+        dense[tensor] = plain(reference.dequantize(blocks, fmt))
+    ids, logits = golden(name)[0], []
+    for title, tensors in (("packed", packed), ("dense", dense)):
+        path = write_gguf(tmp_path / f"{title}.gguf", keys, tensors)
+        choice = {"device": torch.device("cpu"), "dtype": torch.float32, "activations": "float"}
+        with torch.inference_mode():
+            logits.append(load_transformer(open_gguf(path), **choice)(ids).logits)
+    assert logits[1].std() > 0.1
+    assert (logits[0] - logits[1]).abs().max() <= TOLERANCE
+
+
+def _resized(metadata, arch: str, width: int, head_dim: int) -> dict:
+    """Keys of a model of one layer whose hidden, inner and q sizes are ``width``."""
+    heads = width // head_dim
+    kv_heads = 1 if metadata.get(f"{arch}.attention.head_count_kv") == 1 else heads // 3
+    sizes = {
+        "vocab_size": VOCAB,
+        "embedding_length": width,
+        "feed_forward_length": width,
+        "block_count": 1,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+    }
+    if f"{arch}.rope.dimension_count" in metadata:
+        sizes["rope.dimension_count"] = head_dim // 2
+    if f"{arch}.attention.sliding_window_pattern" in metadata:
+        sizes["attention.sliding_window_pattern"] = [True]
+    kept = {key: value for key, value in metadata.items() if key.startswith((f"{arch}.", "general.arch"))}
+    return kept | {f"{arch}.{key}": value for key, value in sizes.items()}
+
+
+@pytest.mark.parametrize("name", ["phi3", "falcon", "gpt2"])
+def test_parts_of_a_tensor_are_views_of_the_file(name):
+    """Fused q, k, v and gate, up are split without a copy of their bytes (of packed weights; see above)."""
+    file = open_gguf(FIXTURES / f"{name}.gguf")
+    choice = {"device": torch.device("cpu"), "dtype": torch.float16, "activations": "float"}
+    layer = load_transformer(file, **choice).layers[0]
+    attention, whole = layer.self_attn, file.read("blk.0.attn_qkv.weight")
+    parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    assert torch.equal(torch.cat([part.detach() for part in parts]), whole)
+    starts = [part.data_ptr() - whole.data_ptr() for part in parts]
+    assert starts == [0, parts[0].nbytes, parts[0].nbytes + parts[1].nbytes]
+    if name == "phi3":
+        gate, up, fused = (
+            layer.mlp.gate_proj.weight,
+            layer.mlp.up_proj.weight,
+            file.read("blk.0.ffn_up.weight"),
+        )
+        assert (gate.data_ptr(), up.data_ptr()) == (fused.data_ptr(), fused.data_ptr() + gate.nbytes)
+
+
+def test_positions_that_were_not_learned_are_refused():
+    model, (ids, _) = load("gpt2"), golden("gpt2")
+    with (
+        torch.inference_mode(),
+        pytest.raises(CacheFullError, match="65 positions, but the model has learned 64"),
+    ):
+        model(torch.cat((ids, ids[:, :5]), dim=1))
