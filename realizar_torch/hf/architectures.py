@@ -38,7 +38,7 @@ class Architecture:
     renamed: Mapping[str, str | None] = field(default_factory=dict)
     # The config's field for the epsilon of norms, and its key.
     epsilon: tuple[str, str] = ("rms_norm_eps", RMS_EPSILON)
-    # Config field -> (key, value where the file has no such key). A number of 0 counts as no key.
+    # Config field -> (key, value where the file has no such key). A float of 0 counts as no key.
     numbers: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     # Config field -> tensor whose presence (or absence, behind a "!") makes it true.
     flags: Mapping[str, str] = field(default_factory=dict)
@@ -132,6 +132,21 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                     "use_qkv_bias": "blk.0.attn_q.bias",
                     "use_parallel_residual": "!blk.0.ffn_norm.weight",
                 },
+            ),
+            Architecture(
+                "phi2",
+                "phi",
+                epsilon=("layer_norm_eps", EPSILON),
+            ),
+            Architecture("internlm2", "llama", flags=_LLAMA_BIASES, interleaved_qk=True),
+            Architecture(
+                "gptneox",
+                "gpt_neox",
+                renamed={"num_key_value_heads": None, "head_dim": None},
+                epsilon=("layer_norm_eps", EPSILON),
+                numbers={"use_parallel_residual": ("use_parallel_residual", True)},
+                flags={"attention_bias": "blk.0.attn_qkv.bias"},
+                grouped_qkv=True,
             ),
             Architecture(
                 "gpt2",

@@ -57,7 +57,8 @@ def read_config(
     fields: dict[str, Any] = {name: sizes[size] for size, name in names.items() if name is not None}
     fields[row.epsilon[0]] = keys.positive(row.epsilon[1], kind=float)
     for name, (key, default) in row.numbers.items():
-        fields[name] = keys.optional(key, float, None) or default
+        value = keys.optional(key, bool if isinstance(default, bool) else float, None)
+        fields[name] = value if value or value is False else default
     told = keys.optional("attention.sliding_window", int, row.sliding_window)
     window = replaced.get("sliding_window", told) or None
     model_type = row.windowed_type if window and row.windowed_type else row.model_type
@@ -156,7 +157,7 @@ def _rope(
     elif scaling.factor != 1.0:
         rope |= {"rope_type": "linear", "factor": scaling.factor}
     if ROPE_DIVISORS in file.tensors:
-        rope |= _stretched(_divisors(file, ROPE_DIVISORS), theta, rotated, sizes["max_position_embeddings"])
+        rope |= stretched(_divisors(file, ROPE_DIVISORS), theta, rotated, sizes["max_position_embeddings"])
     elif LONG_DIVISORS in file.tensors or SHORT_DIVISORS in file.tensors:
         rope |= {
             "rope_type": "longrope",
@@ -188,7 +189,7 @@ def _divisors(file: GGUFFile, name: str) -> list[float]:
     return list(divisors.tolist())
 
 
-def _stretched(divisors: list[float], theta: float, rotated: int, context: int) -> dict[str, Any]:
+def stretched(divisors: list[float], theta: float, rotated: int, context: int) -> dict[str, Any]:
     """The parameters that give these divisors of the frequencies: Llama 3's, or a list like LongRoPE's.
 
     The list would do for both, but transformers looks at positions to choose between two lists, which breaks
@@ -196,7 +197,7 @@ def _stretched(divisors: list[float], theta: float, rotated: int, context: int) 
     """
     factor = max(divisors)
     if len(divisors) == rotated // 2 and torch.allclose(
-        torch.tensor(divisors), torch.tensor(_llama3_divisors(factor, theta, rotated)), rtol=1e-5, atol=0.0
+        torch.tensor(divisors), torch.tensor(llama3_divisors(factor, theta, rotated)), rtol=1e-5, atol=0.0
     ):
         return {"rope_type": "llama3", "factor": factor} | _LLAMA3
     return {
@@ -208,7 +209,7 @@ def _stretched(divisors: list[float], theta: float, rotated: int, context: int) 
     }
 
 
-def _llama3_divisors(factor: float, theta: float, rotated: int) -> list[float]:
+def llama3_divisors(factor: float, theta: float, rotated: int) -> list[float]:
     """Frequencies slower than one turn per 8192 positions are divided by ``factor``, those faster than four
     are kept, and in between the two are blended (Llama 3.1's ``apply_scaling``)."""
     low, high, length = (_LLAMA3[name] for name in _LLAMA3)

@@ -35,11 +35,12 @@ def from_gguf(
     config: PreTrainedConfig | Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and tokenizer of a GGUF file, of any shard of a split one, or of ``owner/name:QUANT``.
 
-    device_map, attn_implementation, max_memory: as ``from_pretrained`` takes them. device_map None is the
-        CPU, where weights stay views of the file's mapping.
+    device_map, attn_implementation, max_memory, offload_folder: as ``from_pretrained`` takes them.
+        device_map None is the CPU, where weights stay views of the file's mapping.
     dtype: of everything that is not packed, and of activations. "auto": bfloat16 where ``device_map`` may
         mean a GPU and there is one, float32 otherwise.
     activations: "float", exact, or "int8", which quantizes the input of every packed product in blocks.
@@ -62,6 +63,7 @@ def from_gguf(
         activations=activations,
         config=config,
         max_memory=max_memory,
+        offload_folder=offload_folder,
     )
     if vocabulary is not None:
         tokenizer = build_tokenizer(vocabulary, file.metadata, model.config.max_position_embeddings)
@@ -81,6 +83,7 @@ def load_model(
     activations: str = "float",
     config: PreTrainedConfig | Mapping[str, Any] | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
 ) -> PreTrainedModel:
     """The model of an open file; ``vocabulary`` tells special ids, None that there are none."""
     row = get_architecture(file.arch, shown_path(file.path))
@@ -104,6 +107,7 @@ def load_model(
         device_map=device_map,
         attn_implementation=attn_implementation,
         max_memory=max_memory,
+        offload_folder=offload_folder,
     )
 
 

@@ -112,7 +112,7 @@ def _halves_apart(rows: int, heads: int) -> Tensor:
 
 def _group_by_group(rows: int, config: PreTrainedConfig) -> Tensor:
     """Row order that puts each key and value head behind the query heads that share it, as Falcon's."""
-    groups = config.num_kv_heads
+    groups = getattr(config, "num_kv_heads", config.num_attention_heads)
     order = torch.arange(rows).view(config.num_attention_heads + 2 * groups, -1)
     query, key, value = order.split([config.num_attention_heads, groups, groups])
     query = query.reshape(groups, -1, order.shape[1])

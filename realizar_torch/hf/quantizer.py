@@ -52,20 +52,17 @@ class RealizarHfQuantizer(HfQuantizer):
         checkpoint_files: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> None:
+        saved = type(model).__name__ in (model.config.architectures or ())
         formats = self.quantization_config.formats
-        prefix = f"{model.base_model_prefix}."
-        if not hasattr(model, model.base_model_prefix):
-            # the bare model of a checkpoint that was saved with a head
-            formats = {
-                name.removeprefix(prefix): fmt for name, fmt in formats.items() if name.startswith(prefix)
-            }
+        if not saved:
+            formats = _of_another_head(formats, model)
         pack_modules(
             model,
             formats,
             dtype=dtype or torch.get_default_dtype(),
             activations=self.quantization_config.activations,
         )
-        if checkpoint_files and type(model).__name__ in (model.config.architectures or ()):
+        if checkpoint_files and saved:
             _check_complete(model, checkpoint_files)
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
@@ -78,6 +75,15 @@ class RealizarHfQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _of_another_head(formats: Mapping[str, str], model: PreTrainedModel) -> dict[str, str]:
+    """What a model with another head, or without one, shares with the model that was saved."""
+    prefix = f"{model.base_model_prefix}."
+    if not hasattr(model, model.base_model_prefix):
+        formats = {name.removeprefix(prefix): fmt for name, fmt in formats.items() if name.startswith(prefix)}
+    modules = dict(model.named_modules())
+    return {name: fmt for name, fmt in formats.items() if name in modules}
 
 
 def _check_complete(model: PreTrainedModel, files: Sequence[str]) -> None:

@@ -13,6 +13,8 @@ from realizar_torch.checkpoint.vocabulary import BYTE_LEVEL, Vocabulary
 from realizar_torch.hf.merges import merge_pairs
 
 SPACE = "▁"
+# Tokens that never take the spaces behind them.
+PLAIN = frozenset(["<unk>", "<s>", "<|endoftext|>"])
 _FOUND_WHOLE = (Kind.UNKNOWN, Kind.CONTROL, Kind.USER_DEFINED)
 
 
@@ -26,9 +28,17 @@ def build_tokenizer(
     """
     build = _byte_level if vocabulary.model == BYTE_LEVEL else _sentence_piece
     backend = build(vocabulary, metadata)
+    # as in checkpoint.tokenizer: Phi-3's tokens swallow the spaces behind them, and no key says so
+    name = str(metadata.get("general.name", "")).lower()
+    swallows = "phi-3" in name or "phi3" in name
     backend.add_tokens(
         [
-            AddedToken(vocabulary.tokens[i], normalized=False, special=kind != Kind.USER_DEFINED)
+            AddedToken(
+                vocabulary.tokens[i],
+                normalized=False,
+                special=kind != Kind.USER_DEFINED,
+                rstrip=swallows and vocabulary.tokens[i] not in PLAIN,
+            )
             for i, kind in enumerate(vocabulary.kinds)
             if kind in _FOUND_WHOLE
         ]
