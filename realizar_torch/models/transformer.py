@@ -22,6 +22,9 @@ class ModelOutput:
     logits: Tensor
 
 
+torch.export.register_dataclass(ModelOutput, serialized_type_name="realizar_torch.ModelOutput")
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); norms before and behind where the architecture has them.
 

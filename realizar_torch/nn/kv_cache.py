@@ -1,6 +1,7 @@
 """KVCache: keys and values of every position seen so far, in two static allocations."""
 
-from typing import Protocol
+from types import SimpleNamespace
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -49,6 +50,23 @@ class KVCache:
         self._capacity = self.batch_size = self.max_seq_len = 0
         self.ensure(batch_size, max_seq_len)
 
+    @classmethod
+    def over(cls, keys: Tensor, values: Tensor, length: int) -> Self:
+        """A cache over tensors of the caller like ``keys`` and ``values``; ``length`` positions are filled.
+
+        For what takes memory as arguments, as an exported step does; rows have no padding.
+        """
+        layers, batch_size, kv_heads, max_seq_len, head_dim = keys.shape
+        cache = cls.__new__(cls)
+        cache._config = SimpleNamespace(num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim)
+        cache._device, cache._dtype = keys.device, keys.dtype
+        cache._keys, cache._values = keys, values
+        cache._starts = torch.zeros(batch_size, dtype=torch.int64, device=keys.device)
+        cache._capacity, cache.max_seq_len = batch_size, max_seq_len
+        cache._view(batch_size)
+        cache._length = length
+        return cache
+
     def ensure(self, batch_size: int, max_seq_len: int) -> bool:
         """Empties the cache and makes room for ``batch_size`` sequences of ``max_seq_len`` positions or more.
 
@@ -61,12 +79,16 @@ class KVCache:
         moved = batch_size > self._capacity or max_seq_len > self.max_seq_len
         if moved:
             self._allocate(max(batch_size, self._capacity), max(max_seq_len, self.max_seq_len))
+        self._view(batch_size)
+        self.starts.zero_()
+        return moved
+
+    def _view(self, batch_size: int) -> None:
+        """The memory of ``batch_size`` sequences, empty and without padding."""
         self.batch_size = batch_size
         self.keys, self.values = self._keys[:, :batch_size], self._values[:, :batch_size]
         self.starts = self._starts[:batch_size]
         self._length, self._padded = 0, False
-        self.starts.zero_()
-        return moved
 
     def _allocate(self, batch_size: int, max_seq_len: int) -> None:
         if self._capacity:
