@@ -174,12 +174,13 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     module.offline = False
     module.downloaded = []
 
-    def list_repo_files(repo: str) -> list[str]:
+    def model_info(repo: str, *, timeout: float) -> types.SimpleNamespace:
+        assert timeout <= 5
         if module.offline:
             raise ConnectionError("offline")
         if repo != "owner/tiny":
             raise RepositoryNotFoundError
-        return NAMES
+        return types.SimpleNamespace(siblings=[types.SimpleNamespace(rfilename=name) for name in NAMES])
 
     def hf_hub_download(repo: str, name: str) -> str:
         module.downloaded.append(name)
@@ -191,7 +192,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
             raise LocalEntryNotFoundError
         return str(tmp_path)
 
-    module.HfApi = lambda: types.SimpleNamespace(list_repo_files=list_repo_files)
+    module.HfApi = lambda: types.SimpleNamespace(model_info=model_info)
     module.hf_hub_download, module.snapshot_download = hf_hub_download, snapshot_download
     monkeypatch.setitem(sys.modules, "huggingface_hub", module)
     return module
@@ -236,3 +237,31 @@ def test_what_exists_is_a_path(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_model("owner/tiny") == Path("owner/tiny")
     assert hub.downloaded == []
+
+
+_UNREACHABLE = """
+import socket, sys, time
+def refuse(*args, **kwargs):
+    raise OSError("the network is unreachable")
+socket.socket.connect = socket.getaddrinfo = refuse
+import huggingface_hub
+from realizar_torch.checkpoint.hub import find_model
+from realizar_torch.errors import BackendUnavailableError
+started = time.perf_counter()
+try:
+    find_model("owner/tiny:Q8_0")
+except BackendUnavailableError:
+    print(time.perf_counter() - started)
+"""
+
+
+def test_without_a_network_the_answer_comes_at_once(tmp_path):
+    """The real huggingface_hub; its listing of files would try for 23 seconds."""
+    pytest.importorskip("huggingface_hub")
+    environment = {"HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", _UNREACHABLE], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    # measured: below 0.4 s
+    assert float(done.stdout) < 5

@@ -11,6 +11,8 @@ from realizar_torch.errors import BackendUnavailableError, GGUFError
 _REFERENCE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(:(?P<quant>[\w.-]+))?")
 _SHARD_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
 _MAX_NAMES_SHOWN = 20
+# Seconds for one attempt to ask what a repository holds; the cache answers where that fails.
+_TIMEOUT = 5.0
 
 
 def find_model(reference: str | os.PathLike[str]) -> Path:
@@ -77,7 +79,8 @@ def _mentions(model: str, quant: str) -> bool:
 def _remote_names(hub: ModuleType, repo: str) -> list[str] | None:
     """Names of the repository's files, or None where the Hub cannot be asked."""
     try:
-        return list(hub.HfApi().list_repo_files(repo))
+        # one request; listing the tree would repeat a failed one for half a minute
+        return [file.rfilename for file in hub.HfApi().model_info(repo, timeout=_TIMEOUT).siblings]
     except hub.errors.RepositoryNotFoundError:
         raise GGUFError(
             f"{repo} is neither a file here nor a repository on the Hugging Face Hub that may be read; check "
