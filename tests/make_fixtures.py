@@ -88,9 +88,10 @@ def _internlm2(key: str) -> str:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE tokenizer of VOCAB tokens without merges."""
+    """A byte-level BPE tokenizer of VOCAB tokens, one of them merged."""
     special = ["<s>", "</s>", "<pad>"]
-    vocabulary = {token: i for i, token in enumerate([*special, *map(chr, range(33, 33 + VOCAB - 4)), "Ġ"])}
+    characters = map(chr, range(33, 33 + VOCAB - 5))
+    vocabulary = {token: i for i, token in enumerate([*special, *characters, "Ġ", "th"])}
     assert len(vocabulary) == VOCAB
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     tokenizer = {
@@ -102,7 +103,7 @@ def _write_tokenizer(folder: Path) -> None:
         ],
         "pre_tokenizer": byte_level,
         "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": ["t h"]},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     names = dict(zip(("bos_token", "eos_token", "pad_token"), special, strict=True))

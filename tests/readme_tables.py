@@ -25,7 +25,7 @@ def _conventions(arch: ArchSpec) -> list[str]:
     norm = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[arch.normalization]
     norm += "" if arch.norm_bias else " without bias"
     pattern = arch.sliding_pattern
-    sliding = f"{pattern.count(True)} of {len(pattern)} layers" if len(pattern) > 1 else "all layers"
+    sliding = f"in {pattern.count(True)} of {len(pattern)} layers" if len(pattern) > 1 else "where told"
     unrotated = f"{arch.rotary_pattern.count(False)} of {len(arch.rotary_pattern)} layers"
     qk_norm = {
         "head": "QK-norm",
@@ -45,7 +45,7 @@ def _conventions(arch: ArchSpec) -> list[str]:
         "interleaved RoPE": arch.interleaved_qk,
         "learned positions": arch.learned_positions,
         f"no RoPE in {unrotated}": any(arch.rotary_pattern) and not all(arch.rotary_pattern),
-        f"sliding window in {sliding}": bool(pattern),
+        f"sliding window {sliding}": bool(pattern),
         "soft caps": arch.attention_softcap > 0,
         "scaled embeddings": arch.scale_embedding,
         f"logit scale {arch.logit_scale}": arch.logit_scale is not None,

@@ -80,7 +80,20 @@ def test_info_json(run, tiny):
 
 def test_check_approves_a_good_file(run, tiny):
     assert run("check", tiny) == (0, f"{tiny} would load\n", "")
-    assert json.loads(run("check", tiny, "--json")[1]) == {"file": str(tiny), "loads": True, "problems": []}
+    record = {"file": str(tiny), "loads": True, "problems": [], "notes": []}
+    assert json.loads(run("check", tiny, "--json")[1]) == record
+
+
+def test_check_tells_what_files_do_not(run, tmp_path):
+    """A window that the file hides, LongRoPE's two sets of factors."""
+    fixtures = Path(__file__).parent / "fixtures"
+    path = write_tiny_llama(tmp_path / "m.gguf", metadata={"llama.context_length": 32768})
+    (note,) = json.loads(run("check", path, "--json")[1])["notes"]
+    assert 'config={"llama.attention.sliding_window": N}' in note
+    assert f"  note: {note}\n" in run("check", path)[1]
+    (note,) = json.loads(run("check", fixtures / "phi3-long.gguf", "--json")[1])["notes"]
+    assert "above 16" in note
+    assert json.loads(run("check", fixtures / "gemma3.gguf", "--json")[1])["notes"] == []
 
 
 def test_check_names_every_problem_at_once(run, tmp_path):

@@ -11,10 +11,12 @@ from realizar_torch.errors import RealizarError
 from realizar_torch.generation.causal_lm import DEFAULT_MAX_SEQ_LEN
 from realizar_torch.models.config import ModelConfig
 from realizar_torch.models.sources import models_under, open_source, open_tokenizer
-from realizar_torch.models.tensors import tensor_problems
+from realizar_torch.models.tensors import LONG_DIVISORS, tensor_problems
 
 _LONGEST_VALUE = 100
 _MIB = 1 << 20
+# the smallest window that released models of such architectures have (Mistral 7B v0.1, StarCoder2)
+_SMALLEST_HIDDEN_WINDOW = 4096
 
 
 def info(args: argparse.Namespace) -> int:
@@ -88,14 +90,17 @@ def check(args: argparse.Namespace) -> int:
     code = 0
     for path in models_under(locate_model(args.model)):
         problems = find_problems(path)
+        notes = [] if problems else find_notes(path)
         code = code or (EXIT_PROBLEMS if problems else 0)
         if args.json:
-            record = {"file": str(path), "loads": not problems, "problems": problems}
+            record = {"file": str(path), "loads": not problems, "problems": problems, "notes": notes}
             print(json.dumps(record, ensure_ascii=False))
         else:
             print(f"{path} would not load:" if problems else f"{path} would load")
             for problem in problems:
                 print(f"  - {problem}")
+            for note in notes:
+                print(f"  note: {note}")
     return code
 
 
@@ -115,6 +120,23 @@ def find_problems(path: Path) -> list[str]:
     except RealizarError as error:
         problems.append(str(error))
     return problems
+
+
+def find_notes(path: Path) -> list[str]:
+    """What a user should know of a model that loads."""
+    source = open_source(path)
+    config = ModelConfig.from_gguf(source.metadata, str(path))
+    arch, notes = config.arch.name, []
+    told = config.sliding_window is not None or not isinstance(source, GGUFFile)
+    if config.arch.hidden_window and not told and config.context_length > _SMALLEST_HIDDEN_WINDOW:
+        notes.append(
+            f"some {arch} models have a sliding window, which GGUF files do not tell; if this one's config.json "
+            f'does, load it with config={{"{arch}.attention.sliding_window": N}}'
+        )
+    if LONG_DIVISORS in source.tensors:
+        length = config.rope_scaling.original_length
+        notes.append(f"LongRoPE: loaded with max_seq_len above {length} it uses the factors of long texts")
+    return notes
 
 
 def _memory(file: GGUFFile) -> dict[str, int | None]:
