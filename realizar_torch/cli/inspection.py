@@ -130,8 +130,8 @@ def find_notes(path: Path) -> list[str]:
     told = config.sliding_window is not None or not isinstance(source, GGUFFile)
     if config.arch.hidden_window and not told and config.context_length > _SMALLEST_HIDDEN_WINDOW:
         notes.append(
-            f"some {arch} models have a sliding window, which GGUF files do not tell; if this one's config.json "
-            f'does, load it with config={{"{arch}.attention.sliding_window": N}}'
+            f"some {arch} models have a sliding window, which GGUF files do not tell; if this one's "
+            f'config.json does, load it with config={{"{arch}.attention.sliding_window": N}}'
         )
     if LONG_DIVISORS in source.tensors:
         length = config.rope_scaling.original_length
