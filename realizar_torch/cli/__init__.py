@@ -17,7 +17,8 @@ from realizar_torch.cli.session import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PROBLE
 from realizar_torch.errors import RealizarError
 
 _MODEL_HELP = (
-    "a GGUF file, a directory with one, or OWNER/NAME:QUANT on the Hugging Face Hub (default: a demo model)"
+    "a GGUF file, a directory (GGUF, Hugging Face safetensors, or saved by quantize), or OWNER/NAME:QUANT on "
+    "the Hugging Face Hub (default: a demo model)"
 )
 # verb -> module and function that run it
 _VERBS = {
@@ -26,6 +27,7 @@ _VERBS = {
     "info": ("realizar_torch.cli.inspection", "info"),
     "check": ("realizar_torch.cli.inspection", "check"),
     "bench": ("realizar_torch.cli.measure", "bench"),
+    "quantize": ("realizar_torch.cli.encoding", "quantize"),
     "perplexity": ("realizar_torch.cli.measure", "perplexity"),
     "doctor": ("realizar_torch.diagnosis", "run"),
 }
@@ -98,6 +100,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("-r", "--repetitions", type=_positive, default=5)
     _add_model_options(bench)
+
+    quantize = verbs.add_parser(
+        "quantize", help="encode a dense model and save it as a directory of safetensors"
+    )
+    quantize.add_argument("source", help="a GGUF file of F32, F16 or BF16, or a Hugging Face directory")
+    quantize.add_argument("directory", help="where to save; must be empty or not exist yet")
+    quantize.add_argument("--format", required=True, help="of every matrix, for example Q4_K or Q8_0")
+    quantize.add_argument(
+        "--max-shard-size",
+        type=_positive,
+        default=5_000_000_000,
+        metavar="BYTES",
+        help="default: 5 GB a file",
+    )
+    quantize.add_argument("--json", action="store_true", help="print JSON")
 
     perplexity = verbs.add_parser(
         "perplexity", help="perplexity of a text, measured as llama-perplexity does"

@@ -79,10 +79,8 @@ def save(
     if type(max_shard_size) is not int or max_shard_size < 1:
         raise FormatError(f"max_shard_size is {max_shard_size!r}; expected a number of bytes, at least 1")
     entries, tied = _entries(model)
-    target = Path(directory)
+    target = check_target(directory)
     try:
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise FormatError(f"{shown_path(target)} is not an empty directory; save to a new one")
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         scratch.mkdir()
@@ -93,6 +91,17 @@ def save(
             shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(f"{shown_path(target)} cannot be written: {error}") from error
+
+
+def check_target(directory: str | os.PathLike[str]) -> Path:
+    """The path, if nothing is there but perhaps an empty directory; FormatError otherwise."""
+    target = Path(directory)
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise FormatError(f"{shown_path(target)} is not an empty directory; save to a new one")
+    except OSError as error:
+        raise CheckpointError(f"{shown_path(target)} cannot be read: {error}") from error
+    return target
 
 
 def _entries(model: Transformer) -> tuple[list[_Entry], dict[str, str]]:

@@ -1,0 +1,84 @@
+"""The verb quantize: a dense model becomes a directory that loads, and the numbers printed are right."""
+
+import json
+
+import pytest
+import torch
+from command_line import call, schema
+from hf_directories import write_hf_directory
+from random_models import write_random_model
+from tiny_models import write_tiny_llama
+
+import realizar_torch as rt
+
+
+@pytest.fixture
+def dense(tmp_path):
+    return write_random_model(tmp_path / "dense.gguf", "llama", tied=False)
+
+
+def test_a_gguf_file_becomes_a_directory(dense, tmp_path, capsys):
+    code, out, _ = call(capsys, "quantize", dense, tmp_path / "out", "--format", "Q8_0", "--json")
+    record = json.loads(out)
+    assert code == 0 and schema(record) == {
+        "source": "str",
+        "directory": "str",
+        "format": "str",
+        "bytes_before": "int",
+        "bytes_after": "int",
+        "files": ["str"],
+        "tensors": [
+            {"name": "str", "format_before": "str", "format": "str", "shape": ["int"], "bytes": "int"}
+        ],
+    }
+    source = rt.open_gguf(dense)
+    assert record["bytes_before"] == sum(info.nbytes for info in source.tensors.values())
+    for row in record["tensors"]:
+        matrix = len(row["shape"]) == 2
+        assert row["format"] == ("Q8_0" if matrix else "F32") and row["format_before"] == "F32"
+        assert row["shape"] == list(source.tensors[row["name"]].shape)
+    assert record["bytes_after"] == sum(row["bytes"] for row in record["tensors"])
+    assert record["files"] == ["model.safetensors"]
+    saved, _ = rt.load(tmp_path / "out")
+    direct, _ = rt.load(dense, quantize="Q8_0")
+    for (name, tensor), other in zip(saved.state_dict().items(), direct.state_dict().values(), strict=True):
+        assert torch.equal(tensor, other), name
+
+
+def test_a_directory_of_transformers_in_several_files(tmp_path, capsys):
+    write_hf_directory(tmp_path / "hf", "gemma3_text")
+    out_dir = tmp_path / "out"
+    options = ("--format", "Q5_0", "--max-shard-size", 40_000)
+    code, out, _ = call(capsys, "quantize", tmp_path / "hf", out_dir, *options)
+    before, after, last = out.splitlines()
+    assert code == 0 and before.startswith("before") and "F32" in before
+    assert "49 Q5_0" in after and "1 Q8_0" in after
+    assert last.startswith(f"saved to {out_dir}, ") and len(list(out_dir.glob("*.safetensors"))) > 2
+    code, out, _ = call(capsys, "check", "-m", out_dir)
+    assert code == 0 and "would load" in out
+
+
+def test_errors_leave_nothing(dense, tmp_path, capsys):
+    for words, *arguments in (
+        ("unknown format 'Q4_K_M'", dense, tmp_path / "out", "--format", "Q4_K_M"),
+        ("no dense matrix|already", write_q8(tmp_path), tmp_path / "out", "--format", "Q4_0"),
+        ("not an empty directory", dense, tmp_path, "--format", "Q8_0"),
+    ):
+        code, out, err = call(capsys, "quantize", *arguments)
+        assert code == 2 and out == "" and any(word in err for word in words.split("|")), err
+        assert not (tmp_path / "out").exists()
+
+
+def write_q8(tmp_path):
+    return write_random_model(tmp_path / "q8.gguf", "llama", fmt="Q8_0")
+
+
+def test_generate_runs_a_saved_directory(tmp_path, capsys):
+    model, _ = rt.load(write_tiny_llama(tmp_path / "tiny.gguf"))
+    rt.save(model, tmp_path / "saved")
+    answers = [
+        call(capsys, "generate", "the cat", "-n", 8, "--json", "-m", tmp_path / name)[1]
+        for name in ("tiny.gguf", "saved")
+    ]
+    first, second = (json.loads(answer)["token_ids"] for answer in answers)
+    assert first == second and len(first) == 8
