@@ -177,7 +177,8 @@ class JsonDetokenizer:
     """`push` each id, then `flush` once: the pieces put together are `JsonTokenizer.decode` of all ids.
 
     Decoders look at neighbours (a space in front of a text, bytes of one character), so each push decodes the
-    tokens since the last piece behind those of the last piece, and gives what has come to it.
+    tokens since the last piece behind those of the last piece, and gives what has come to it. What was shown
+    stays, even where the ``ByteFallback`` decoder takes back good bytes of a run that goes bad later.
     """
 
     def __init__(self, tokenizer: JsonTokenizer, *, skip_special_tokens: bool = True) -> None:

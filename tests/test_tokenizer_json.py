@@ -1,0 +1,158 @@
+"""tokenizer.json behind the Tokenizer interface: ids of the library, streaming as decoding, stop ids."""
+
+import json
+import random
+
+import pytest
+import torch
+from hf_directories import write_tokenizer
+from tiny_models import CHAT_TEMPLATE
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+import realizar_torch as rt
+from realizar_torch.checkpoint.tokenizer_json import JsonTokenizer, tokenizer_metadata
+
+TEXTS = (
+    "the cat and the hat",
+    " the cat is in the box",
+    "tabs\tand\nnewlines\n\n and   spaces ",
+    "Zwölf Boxkämpfer 日本語 🙂🏳️‍🌈",
+    "",
+    "<|im_start|>user",
+)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def bpe(directory) -> JsonTokenizer:
+    return JsonTokenizer.from_metadata(tokenizer_metadata(directory))
+
+
+def sentence_piece() -> JsonTokenizer:
+    """As transformers writes llama's: a space in front, unknown characters as bytes."""
+    words = ["▁", "▁the", "▁cat", "t", "h", "e", "c", "a", "▁t", "he", "at"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("a", "t")]
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in tokens[:3]])
+    return JsonTokenizer(tokenizer.to_str(), {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+@pytest.mark.parametrize("make", [None, sentence_piece])
+def test_ids_are_the_library_s_and_decode_back(make, bpe, directory):
+    tokenizer = bpe if make is None else make()
+    library = Tokenizer.from_str(tokenizer._text)
+    for text in TEXTS:
+        assert tokenizer.encode(text, parse_special=True) == library.encode(text).ids
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+        assert tokenizer.decode(torch.tensor(ids, dtype=torch.int64), skip_special_tokens=False) == text
+
+
+def test_the_text_of_special_tokens_is_text_unless_asked_otherwise(bpe):
+    """Field fault 45: a user must not be able to write control tokens."""
+    assert bpe.encode("<|im_start|>", parse_special=True) == [1]
+    ids = bpe.encode("<|im_start|>")
+    assert 1 not in ids and len(ids) == 12
+    # both ways again: one does not change the other
+    assert bpe.encode("<|im_start|>", parse_special=True) == [1] and bpe.encode("<|im_start|>") == ids
+
+
+def test_what_tokenizer_json_adds_is_added(directory):
+    from tokenizers.processors import TemplateProcessing
+
+    library = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    library.post_processor = TemplateProcessing("<|im_start|> $0", special_tokens=[("<|im_start|>", 1)])
+    library.save(str(directory / "tokenizer.json"))
+    tokenizer = JsonTokenizer.from_metadata(tokenizer_metadata(directory))
+    plain = tokenizer.encode("the cat", add_special_tokens=False)
+    assert tokenizer.encode("the cat") == [1, *plain]
+
+
+@pytest.mark.parametrize("make", [None, sentence_piece])
+@pytest.mark.parametrize("skip", [True, False])
+def test_streaming_is_decoding(make, skip, bpe):
+    """Any ids: characters cut anywhere, bytes that are none, special tokens between the bytes of one."""
+    tokenizer = bpe if make is None else make()
+    source = random.Random(3)
+    bodies = [tokenizer.encode(text) for text in TEXTS]
+    bodies += [tokenizer.encode("".join(source.choices("the cat é日🙂\n", k=12))) for _ in range(300)]
+    bodies += [[source.randrange(tokenizer.vocab_size) for _ in range(20)] for _ in range(300)]
+    # bytes and special tokens only
+    bodies += [[source.randrange(3 + 256) for _ in range(12)] for _ in range(300)]
+    for ids in bodies:
+        detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
+        streamed = "".join([*(detokenizer.push(token) for token in ids), detokenizer.flush()])
+        decoded = tokenizer.decode(ids, skip_special_tokens=skip)
+        # the decoder of the second kind takes back good bytes of a run that goes bad; what was shown stays
+        if make is None or "�" not in decoded:
+            assert streamed == decoded, ids
+
+
+def test_a_character_comes_whole(bpe):
+    detokenizer = bpe.detokenizer()
+    pieces = [detokenizer.push(token) for token in bpe.encode("a🙂b")]
+    assert pieces == ["a", "", "", "", "🙂", "b"] and detokenizer.flush() == ""
+
+
+@pytest.mark.parametrize("token", [-1, 273, 1 << 40])
+def test_foreign_ids_are_refused(bpe, token):
+    with pytest.raises(rt.FormatError, match=f"token id {token} is outside"):
+        bpe.decode([5, token])
+    with pytest.raises(rt.FormatError, match="outside"):
+        bpe.detokenizer().push(token)
+    with pytest.raises(rt.FormatError, match="lone surrogate"):
+        bpe.encode("a\ud800")
+
+
+def test_every_stop_id_counts(directory):
+    """Field fault 45: those of config.json and generation_config.json, and end-of-turn texts."""
+    (directory / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 10**6, "x", True]}))
+    tokenizer = JsonTokenizer.from_metadata(tokenizer_metadata(directory))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 0)
+    assert tokenizer.eos_token_ids == (0, 2, 7, 9)
+
+
+def test_chat_templates_render_as_transformers_renders_them(directory, bpe):
+    from transformers import PreTrainedTokenizerFast
+
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
+    messages = [
+        {"role": "system", "content": "the cat"},
+        {"role": "user", "content": "and the <|im_end|> hat"},
+    ]
+    expected = reference.apply_chat_template(
+        messages, chat_template=CHAT_TEMPLATE, add_generation_prompt=True, tokenize=False
+    )
+    assert bpe.apply_chat_template(messages, tokenize=False) == expected
+    assert bpe.apply_chat_template(messages) == reference.encode(expected, add_special_tokens=False)
+    bpe.chat_template = None
+    with pytest.raises(rt.UnsupportedArchitectureError, match="no chat template"):
+        bpe.apply_chat_template(messages)
+
+
+@pytest.mark.parametrize("form", ["jinja", "config", "named", "none"])
+def test_where_a_template_may_stand(directory, form):
+    (directory / "chat_template.jinja").unlink()
+    value = {
+        "config": "T",
+        "named": [{"name": "tool_use", "template": "U"}, {"name": "default", "template": "T"}],
+    }
+    if form == "jinja":
+        (directory / "chat_template.jinja").write_text("T")
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": value.get(form)}))
+    found = tokenizer_metadata(directory).get("tokenizer.chat_template")
+    assert found == (None if form == "none" else "T")
