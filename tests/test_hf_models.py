@@ -15,7 +15,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import realizar_torch as rt
-from realizar_torch.checkpoint.gguf import open_gguf
+from realizar_torch.checkpoint.gguf import TensorInfo, open_gguf
+from realizar_torch.checkpoint.source import SourceView
 from realizar_torch.errors import (
     FormatError,
     GGUFError,
@@ -68,23 +69,26 @@ def test_what_has_no_row_is_refused(name: str) -> None:
         fixture_model(name)
 
 
-class Requantized:
+class Requantized(SourceView):
     """A fixture whose matrices are Q8_0 blocks, or the values that these decode to."""
 
     def __init__(self, name: str, packed: bool) -> None:
-        self._file, self._packed = open_gguf(FIXTURES / f"{name}.gguf"), packed
-        self.path, self.arch, self.metadata = self._file.path, self._file.arch, self._file.metadata
-        spec = get_format("Q8_0") if packed else get_format("F32")
-        self.tensors = {
-            tensor: replace(info, fmt=spec) if self._is_matrix(tensor) else info
-            for tensor, info in self._file.tensors.items()
+        super().__init__(open_gguf(FIXTURES / f"{name}.gguf"))
+        self._packed = packed
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        spec = get_format("Q8_0") if self._packed else get_format("F32")
+        return {
+            name: replace(info, fmt=spec) if self._is_matrix(name) else info
+            for name, info in super().tensors.items()
         }
 
     def _is_matrix(self, name: str) -> bool:
-        return len(self._file.tensors[name].shape) == 2 and not name.startswith(("position", "rope"))
+        return len(super().tensors[name].shape) == 2 and not name.startswith(("position", "rope"))
 
     def read(self, name: str) -> torch.Tensor:
-        values = self._file.read(name)
+        values = super().read(name)
         if not self._is_matrix(name):
             return values
         blocks = rt.quantize(values.float(), "Q8_0")

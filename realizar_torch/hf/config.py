@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from realizar_torch.checkpoint.gguf import GGUFFile
 from realizar_torch.checkpoint.gguf_errors import shown_path
+from realizar_torch.checkpoint.source import ModelSource
 from realizar_torch.checkpoint.vocabulary import Vocabulary
 from realizar_torch.errors import FormatError, GGUFError, MissingTensorsError, UnsupportedArchitectureError
 from realizar_torch.hf.architectures import SIZES, Architecture
@@ -38,7 +38,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def read_config(
-    file: GGUFFile, row: Architecture, vocabulary: Vocabulary | None, replaced: Mapping[str, Any]
+    file: ModelSource, row: Architecture, vocabulary: Vocabulary | None, replaced: Mapping[str, Any]
 ) -> PreTrainedConfig:
     """The config of the model in ``file``; special ids come from ``vocabulary`` (None: there are none).
 
@@ -134,7 +134,7 @@ def _refuse_other_mathematics(keys: Keys, row: Architecture) -> None:
 
 
 def _rope(
-    file: GGUFFile, keys: Keys, row: Architecture, sizes: dict[str, int], config_class: Any
+    file: ModelSource, keys: Keys, row: Architecture, sizes: dict[str, int], config_class: Any
 ) -> dict[str, Any]:
     """The config's ``rope_parameters``, and ``original_max_position_embeddings`` where it has a say."""
     assert row.rope_theta is not None
@@ -180,7 +180,7 @@ def _rope(
     return fields
 
 
-def _divisors(file: GGUFFile, name: str) -> list[float]:
+def _divisors(file: ModelSource, name: str) -> list[float]:
     if name not in file.tensors:
         raise MissingTensorsError(f"{shown_path(file.path)}: missing {name}, one of two sets of RoPE factors")
     divisors = file.read(name).double()

@@ -12,9 +12,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from realizar_torch.checkpoint.gguf import GGUFFile, open_gguf
+from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.checkpoint.gguf_errors import shown_path
 from realizar_torch.checkpoint.hub import find_model
+from realizar_torch.checkpoint.source import ModelSource
 from realizar_torch.checkpoint.vocabulary import Vocabulary
 from realizar_torch.errors import FormatError
 from realizar_torch.hf.architectures import get_architecture
@@ -74,7 +75,7 @@ def from_gguf(
 
 
 def load_model(
-    file: GGUFFile,
+    file: ModelSource,
     vocabulary: Vocabulary | None,
     *,
     device_map: Any = None,

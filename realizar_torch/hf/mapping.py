@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from realizar_torch.checkpoint.gguf import GGUFFile
 from realizar_torch.checkpoint.gguf_errors import shown_path
+from realizar_torch.checkpoint.source import ModelSource
 from realizar_torch.errors import MissingTensorsError, UnsupportedArchitectureError
 from realizar_torch.hf.architectures import Architecture
 from realizar_torch.hf.config import ROPE_TENSORS
@@ -27,13 +27,17 @@ class Source:
     packed: bool
     change: Callable[[Tensor], Tensor] | None
 
-    def read(self, file: GGUFFile) -> Tensor:
+    def read(self, file: ModelSource) -> Tensor:
         """The parameter on the CPU; a view of the file where nothing has to be changed."""
         tensor = file.read(self.tensor)
-        return tensor if self.change is None else self.change(tensor)
+        if self.change is None:
+            return tensor
+        changed = self.change(tensor)
+        file.release(self.tensor)
+        return changed
 
 
-def map_parameters(file: GGUFFile, model: PreTrainedModel, row: Architecture) -> dict[str, Source]:
+def map_parameters(file: ModelSource, model: PreTrainedModel, row: Architecture) -> dict[str, Source]:
     """Parameter name -> its source, for every parameter that is not tied to another.
 
     ``model`` is on meta. MissingTensorsError unless each parameter finds a tensor of its shape and each

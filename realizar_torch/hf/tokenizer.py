@@ -1,5 +1,7 @@
 """The tokenizer of a GGUF file as transformers' PreTrainedTokenizerFast."""
 
+import ctypes
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +45,7 @@ def build_tokenizer(
             if kind in _FOUND_WHOLE
         ]
     )
+    _return_freed_memory()
     padding = vocabulary.eos if vocabulary.padding is None else vocabulary.padding
     special = {"bos": vocabulary.bos, "eos": vocabulary.eos, "unk": vocabulary.unknown, "pad": padding}
     return PreTrainedTokenizerFast(
@@ -57,11 +60,20 @@ def build_tokenizer(
     )
 
 
+def _return_freed_memory() -> None:
+    """Half a million short-lived strings leave holes that glibc would keep: 80 MiB after gemma-3's merges."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
 def _byte_level(vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> Tokenizer:
     rules = vocabulary.pretokenizer
     assert rules is not None
-    merges = _Merges(vocabulary.ids, TokenizerMetadata(metadata).array("merges"))
-    backend = Tokenizer(models.BPE(dict(vocabulary.ids), merges, ignore_merges=rules.ignore_merges))
+    ids: Any = vocabulary.ids
+    merges = _Merges(ids, TokenizerMetadata(metadata).array("merges"))
+    backend = Tokenizer(models.BPE(ids, merges, ignore_merges=rules.ignore_merges))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
@@ -72,9 +84,10 @@ def _byte_level(vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> Tokenize
 def _sentence_piece(vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> Tokenizer:
     scores = TokenizerMetadata(metadata).numbers("scores", vocabulary.size)
     left, right = merge_pairs(vocabulary.tokens, scores)
+    ids: Any = vocabulary.ids
     backend = Tokenizer(
         models.BPE(
-            dict(vocabulary.ids),
+            ids,
             _Pairs(vocabulary.tokens, left, right),
             byte_fallback=True,
             fuse_unk=True,
