@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -69,6 +69,11 @@ class ArchSpec:
     logit_scale: Literal["multiplies", "divides"] | None = None
     # Some models of this name have a sliding window, but their files do not tell it.
     hidden_window: bool = False
+
+    def in_module_form(self) -> "ArchSpec":
+        """The same for a directory of rt.save, whose tensors have the rows and names of the modules."""
+        mlp_norm = self.mlp_norm if self.mlp_norm == "own" else "as in the file"
+        return replace(self, interleaved_qk=False, fused_gate_up=False, mlp_norm=mlp_norm)
 
     def attention_scale(self, hidden_size: int, num_layers: int, num_heads: int, head_dim: int) -> float:
         """1/sqrt(head size), or 1/sqrt(hidden/heads) for the variant that was trained so (Gemma 3 27B)."""

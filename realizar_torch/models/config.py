@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from realizar_torch.errors import GGUFError, UnsupportedArchitectureError
@@ -78,7 +78,7 @@ class ModelConfig:
         UnsupportedArchitectureError names a feature that is not implemented."""
         arch = get_arch(require(metadata, "general.architecture", str, source), source)
         if MODULE_ROWS in metadata:
-            arch = replace(arch, interleaved_qk=False, fused_gate_up=False)
+            arch = arch.in_module_form()
         keys = Keys(metadata, arch.name, source)
         _refuse_other_mathematics(keys, arch)
 

@@ -5,7 +5,7 @@ directory and the GGUF file made from it describe the same model.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +25,7 @@ class HFModel:
     what converters add to norm weights (Gemma's 1). tied: whether the head is the embedding where config.json
     does not say. transposed: matrices stored [in, out], by the last part of their GGUF name. grouped_qkv: the
     fused rows are stored as [key head, (its queries, k, v)], which converters sort into all of q, k and v.
-    defaults: entries that config.json may leave out.
+    unread: entries that transformers does not act upon either.
     """
 
     arch: str
@@ -34,7 +34,7 @@ class HFModel:
     tied: bool = False
     transposed: tuple[str, ...] = ()
     grouped_qkv: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
 
 
 HF_MODELS: Mapping[str, HFModel] = MappingProxyType(
@@ -44,11 +44,37 @@ HF_MODELS: Mapping[str, HFModel] = MappingProxyType(
         "smollm3": HFModel("smollm3", permuted_qk=True, tied=True),
         "qwen2": HFModel("qwen2"),
         "qwen3": HFModel("qwen3"),
+        "phi3": HFModel("phi3"),
+        "gemma": HFModel("gemma", norm_offset=1.0, tied=True, unread=("hidden_act",)),
+        "gemma2": HFModel("gemma2", norm_offset=1.0, tied=True),
         "gemma3_text": HFModel("gemma3", norm_offset=1.0, tied=True),
+        "granite": HFModel("granite", permuted_qk=True),
+        "olmo2": HFModel("olmo2"),
+        "olmo3": HFModel("olmo2"),
+        "starcoder2": HFModel("starcoder2", tied=True),
+        "stablelm": HFModel("stablelm"),
+        "gpt2": HFModel(
+            "gpt2",
+            tied=True,
+            transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+            unread=("intermediate_size",),
+        ),
+        "gpt_neox": HFModel("gptneox", grouped_qkv=True),
+        "falcon": HFModel("falcon", tied=True, grouped_qkv=True, unread=("intermediate_size",)),
+        "phi": HFModel("phi2"),
+        "cohere": HFModel("command-r", tied=True),
+        "ministral3": HFModel("mistral3", permuted_qk=True),
     }
 )
 
 _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu": ("gelu",), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new")}
+# Flags of which no row knows the other value, and which would change the result.
+_FLAGS = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "parallel_attn": True,
+    "alibi": False,
+}
 
 
 def find_hf_model(config: Config, source: str) -> HFModel:
@@ -76,7 +102,7 @@ def gguf_metadata(config: Config, source: str) -> dict[str, Any]:
     """
     model = find_hf_model(config, source)
     spec = get_arch(model.arch, source)
-    config = {**model.defaults, **{key: value for key, value in config.items() if value is not None}}
+    config = {k: v for k, v in config.items() if v is not None and k not in model.unread}
     config |= rope_entries(config, source)
     _check_conventions(config, spec, source)
     metadata: dict[str, Any] = {"general.architecture": model.arch}
@@ -116,6 +142,19 @@ def _int_of(*names: str) -> Callable[[Config], int | None]:
 
 _hidden = _int_of("hidden_size", "n_embd")
 _heads = _int_of("num_attention_heads", "n_head")
+
+
+def _inner(config: Config) -> int | None:
+    """Stated, or four times the width, as GPT-2 and Falcon leave out."""
+    stated, hidden = _int_of("intermediate_size", "n_inner", "ffn_hidden_size")(config), _hidden(config)
+    return stated if stated is not None or hidden is None else 4 * hidden
+
+
+def _kv_heads(config: Config) -> int | None:
+    """Falcon names its key heads only where ``new_decoder_architecture`` is set."""
+    if "new_decoder_architecture" in config and not config["new_decoder_architecture"]:
+        return 1 if config.get("multi_query", True) else _heads(config)
+    return _int_of("num_key_value_heads", "num_kv_heads")(config)
 
 
 def _float_of(*names: str) -> Callable[[Config], float | None]:
@@ -160,15 +199,16 @@ _ROWS: Mapping[str, Callable[[Config], Any]] = MappingProxyType(
         "block_count": _int_of("num_hidden_layers", "n_layer"),
         "context_length": _int_of("max_position_embeddings", "n_positions", "n_ctx"),
         "embedding_length": _hidden,
-        "feed_forward_length": _int_of("intermediate_size", "n_inner"),
+        "feed_forward_length": _inner,
         "vocab_size": _int_of("vocab_size"),
         "attention.head_count": _heads,
-        "attention.head_count_kv": _int_of("num_key_value_heads"),
+        "attention.head_count_kv": _kv_heads,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": _float_of("rms_norm_eps"),
         "attention.layer_norm_epsilon": _float_of("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
         "attention.scale": _attention_scale,
+        "attention.temperature_scale": _float_of("rope.llama_4_scaling_beta"),
         "attention.sliding_window": _window,
         "attention.sliding_window_pattern": _window_pattern,
         "attn_logit_softcapping": _float_of("attn_logit_softcapping"),
@@ -176,6 +216,7 @@ _ROWS: Mapping[str, Callable[[Config], Any]] = MappingProxyType(
         "logit_scale": _float_of("logit_scale", "logits_scaling"),
         "embedding_scale": _float_of("embedding_multiplier"),
         "residual_scale": _float_of("residual_multiplier"),
+        "use_parallel_residual": lambda config: config.get("use_parallel_residual"),
         "expert_count": _int_of("num_local_experts", "num_experts"),
         "expert_used_count": _int_of("num_experts_per_tok"),
         "rope.dimension_count": _rotary_dim,
@@ -185,7 +226,7 @@ _ROWS: Mapping[str, Callable[[Config], Any]] = MappingProxyType(
         "rope.scaling.factor": _float_of("rope.factor"),
         "rope.scaling.original_context_length": _int_of("rope.original_max_position_embeddings"),
         "rope.scaling.attn_factor": _float_of("rope.magnitude"),
-        "rope.scaling.yarn_attn_factor": _float_of("rope.attention_factor"),
+        "rope.scaling.yarn_attn_factor": _float_of("rope.yarn_magnitude"),
         "rope.scaling.yarn_beta_fast": _float_of("rope.beta_fast"),
         "rope.scaling.yarn_beta_slow": _float_of("rope.beta_slow"),
     }
@@ -201,11 +242,14 @@ _REQUIRED = {
 
 def _check_conventions(config: Config, spec: ArchSpec, source: str) -> None:
     """UnsupportedArchitectureError for what the row takes for granted and this model does otherwise."""
+    for flag, expected in _FLAGS.items():
+        if config.get(flag, expected) != expected:
+            raise UnsupportedArchitectureError(f"{source}: {flag} = {config[flag]!r} is not supported")
     rotary = config.get("no_rope_layers")
     pattern = [spec.rotary_pattern[layer % len(spec.rotary_pattern)] for layer in range(len(rotary or ()))]
     if rotary is not None and [bool(flag) for flag in rotary] != pattern:
         raise UnsupportedArchitectureError(f"{source}: no_rope_layers {rotary} are not supported")
-    stated = _first(config, "hidden_activation", "hidden_act", "activation_function")
+    stated = _first(config, "hidden_activation", "hidden_act", "activation_function", "activation")
     if stated is not None and stated not in _ACTIVATIONS[spec.activation]:
         raise UnsupportedArchitectureError(
             f"{source}: activation {shown(str(stated))} is not supported for {spec.name}; "

@@ -28,6 +28,8 @@ from realizar_torch.models.hf_rope import rope_divisors
 CONFIG_FILE = "config.json"
 # Buffers that checkpoints of some years hold and that every loader computes anew.
 _BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$")
+# One norm for each head, which GGUF stacks.
+_NUMBERED = re.compile(r"\.norms\.(?P<number>\d+)(?=\.)")
 _FORMATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _MAX_NAMES_SHOWN = 8
 
@@ -115,9 +117,9 @@ def _recipes(
     heads = metadata[f"{model.arch}.attention.head_count"]
     kv_heads = metadata.get(f"{model.arch}.attention.head_count_kv", heads)
     recipes = {}
-    for name, stored in names.items():
+    for name, parts in names.items():
         stem = name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
-        convert: Callable[..., Tensor] = _same
+        convert: Callable[..., Tensor] = _same if len(parts) == 1 else _stack
         if model.permuted_qk and stem in ("attn_q", "attn_k"):
             convert = _Interleave(heads if stem == "attn_q" else kv_heads)
         elif model.norm_offset and stem.endswith("norm"):
@@ -126,14 +128,17 @@ def _recipes(
             convert = torch.t
         elif model.grouped_qkv and stem == "attn_qkv":
             convert = _SortQKV(kv_heads, heads // kv_heads)
-        recipes[name] = _Recipe((stored,), convert)
+        recipes[name] = _Recipe(parts, convert)
     for name, divisors in rope_divisors(config, head_dim(config) or 0).items():
         recipes[name] = _Recipe((), _Constant(divisors))
     return recipes
 
 
-def _gguf_names(files: SafetensorsFiles, arch: str, layers: int) -> dict[str, str]:
-    """GGUF name -> stored name; MissingTensorsError for names that GGUF has no word for."""
+def _gguf_names(files: SafetensorsFiles, arch: str, layers: int) -> dict[str, tuple[str, ...]]:
+    """GGUF name -> stored names, several where GGUF stacks numbered tensors.
+
+    MissingTensorsError for names that GGUF has no word for.
+    """
     import gguf
 
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -142,26 +147,30 @@ def _gguf_names(files: SafetensorsFiles, arch: str, layers: int) -> dict[str, st
             f"{shown_path(files.paths[0])}: {len(files.tensors)} tensors cannot make up {layers} layers"
         )
     table = gguf.get_tensor_name_map(numbers[arch], layers)
-    names: dict[str, str] = {}
+    names: dict[str, dict[int, str]] = {}
     unknown = []
     for stored in files.tensors:
         if _BUFFERS.search(stored):
             continue
-        name = table.get_name(stored, try_suffixes=(".weight", ".bias"))
-        if name is None or name in names:
+        numbered = _NUMBERED.search(stored)
+        name = table.get_name(_NUMBERED.sub("", stored), try_suffixes=(".weight", ".bias"))
+        parts = names.setdefault(name or "", {})
+        number = int(numbered["number"]) if numbered else 0
+        if name is None or number in parts:
             unknown.append(shown(stored))
         else:
-            names[name] = stored
+            parts[number] = stored
+    names.pop("", None)
     if unknown:
         more = f" and {len(unknown) - _MAX_NAMES_SHOWN} more" if len(unknown) > _MAX_NAMES_SHOWN else ""
         raise MissingTensorsError(
             f"{shown_path(files.paths[0])}: nobody would read {', '.join(unknown[:_MAX_NAMES_SHOWN])}{more}; "
             f"they do not belong to a {arch} model of {layers} layers"
         )
-    return names
+    return {name: tuple(parts[number] for number in sorted(parts)) for name, parts in names.items()}
 
 
-def _settle_head(names: dict[str, str], files: SafetensorsFiles, tied: bool, source: str) -> None:
+def _settle_head(names: dict[str, tuple[str, ...]], files: SafetensorsFiles, tied: bool, source: str) -> None:
     """A head that is stored counts, as in transformers; a copy of the embedding is left out."""
     embedding, head = names.get("token_embd.weight"), names.get("output.weight")
     if head is None and not tied:
@@ -169,7 +178,7 @@ def _settle_head(names: dict[str, str], files: SafetensorsFiles, tied: bool, sou
             f"{source} says tie_word_embeddings is false, but no output head is stored; "
             "set it to true if the head is the embedding"
         )
-    if tied and head and embedding and _equal(files, head, embedding):
+    if tied and head and embedding and _equal(files, *head, *embedding):
         del names["output.weight"]
 
 
@@ -182,6 +191,10 @@ def _equal(files: SafetensorsFiles, *names: str) -> bool:
 
 def _same(stored: Tensor) -> Tensor:
     return stored
+
+
+def _stack(*stored: Tensor) -> Tensor:
+    return torch.stack(stored)
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,18 @@ _KNOWN = {
     "high_freq_factor",
     "short_factor",
     "long_factor",
+    "mscale",
+    "mscale_all_dim",
+    "llama_4_scaling_beta",
 }
 
 
 def rope_entries(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Entries ``rope.*`` (layers with global attention) and ``rope_local.*`` (with a sliding window).
 
-    ``rope.kind`` is GGUF's word for the scaling, absent where there is none; ``rope.magnitude`` is LongRoPE's
-    factor on cos and sin. UnsupportedArchitectureError for a scaling that is not implemented.
+    ``rope.kind`` is GGUF's word for the scaling, absent where there is none; ``rope.magnitude`` (LongRoPE)
+    and ``rope.yarn_magnitude`` are factors on cos and sin. UnsupportedArchitectureError for a scaling that is
+    not implemented.
     """
     rope, local = _parameters(config)
     kind = _kind(rope)
@@ -59,8 +63,9 @@ def rope_entries(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     entries["rope.original_max_position_embeddings"] = _original_length(config, rope)
     if entries["rope.kind"] == "longrope":
         entries["rope.magnitude"] = _longrope_magnitude(config, rope)
-        for key in ("factor", "attention_factor"):
-            entries.pop(f"rope.{key}", None)
+        entries.pop("rope.factor", None)
+    if entries["rope.kind"] == "yarn":
+        entries["rope.yarn_magnitude"] = _yarn_magnitude(rope)
     return entries
 
 
@@ -102,6 +107,19 @@ def _longrope_magnitude(config: Mapping[str, Any], rope: Mapping[str, Any]) -> f
     original = _original_length(config, rope)
     stretch = config["max_position_embeddings"] / original
     return math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+
+
+def _yarn_magnitude(rope: Mapping[str, Any]) -> float:
+    """transformers' _compute_yarn_parameters: 1 + 0.1·mscale·ln(factor), over the same of mscale_all_dim."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+
+    def magnitude(mscale: float) -> float:
+        return 0.1 * mscale * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return magnitude(rope["mscale"]) / magnitude(rope["mscale_all_dim"])
+    return magnitude(1.0)
 
 
 def _llama3_divisors(rope: Mapping[str, Any], head_dim: int) -> list[float]:
