@@ -1,0 +1,332 @@
+"""transformers around packed weights: generate in every mode, pipelines, placement, saving, compiling."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from fixture_models import PROMPT
+from gguf_files import write_gguf
+from hf_reference import reference_model
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_metadata, tiny_tensors, write_tiny_llama
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import realizar_torch as rt
+from realizar_torch.checkpoint.gguf import open_gguf
+from realizar_torch.errors import FormatError, MissingTensorsError
+from realizar_torch.hf.loading import load_model
+from realizar_torch.nn.layout import PackedModule
+
+TEXT = "the cat and the other"
+GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("hf") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def loaded(path: Path) -> tuple[Any, Any]:
+    return rt.hf.from_gguf(path)
+
+
+@pytest.fixture(scope="module")
+def dense(path: Path) -> Any:
+    """The same model in fp32 whose best two logits are far apart on all that is generated here."""
+    return reference_model(path)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"cache_implementation": "static"},
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2},
+        {"prompt_lookup_num_tokens": 2},
+        {"repetition_penalty": 1.3},
+        {"use_cache": False},
+    ],
+    ids=str,
+)
+def test_generate_equals_the_dense_model(how: dict[str, Any], loaded: tuple[Any, Any], dense: Any) -> None:
+    model, tokenizer = loaded
+    prompt = tokenizer(TEXT, return_tensors="pt")
+    expected = dense.generate(**prompt, **GREEDY, **how, pad_token_id=0, eos_token_id=[0, 2])
+    assert torch.equal(model.generate(**prompt, **GREEDY, **how), expected)
+
+
+def test_assisted_generation(path: Path, loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    prompt = tokenizer(TEXT, return_tensors="pt")
+    assistant, _ = rt.hf.from_gguf(path)
+    expected = model.generate(**prompt, **GREEDY)
+    assert torch.equal(model.generate(**prompt, **GREEDY, assistant_model=assistant), expected)
+
+
+def test_sampling_from_a_seed_equals_the_dense_model(loaded: tuple[Any, Any], dense: Any) -> None:
+    model, tokenizer = loaded
+    prompt = tokenizer(TEXT, return_tensors="pt")
+    options = {
+        "do_sample": True,
+        "top_k": 20,
+        "max_new_tokens": 12,
+        "pad_token_id": 0,
+        "eos_token_id": [0, 2],
+    }
+    results = []
+    for each in (model, dense):
+        transformers.set_seed(4)
+        results.append(each.generate(**prompt, **options))
+    assert torch.equal(*results)
+
+
+def test_padded_batch_equals_single_prompts(loaded: tuple[Any, Any]) -> None:
+    """F-47"""
+    model, tokenizer = loaded
+    texts = ["the", "the cat and", "other cats of the and the cat is the or"]
+    together = model.generate(**tokenizer(texts, return_tensors="pt", padding=True), **GREEDY)
+    for row, text in zip(together, texts, strict=True):
+        alone = model.generate(**tokenizer(text, return_tensors="pt"), **GREEDY)
+        assert torch.equal(row[-12:], alone[0, -12:])
+
+
+def test_a_streamer_gets_the_text(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True)
+    out = model.generate(**tokenizer(TEXT, return_tensors="pt"), **GREEDY, streamer=streamer)
+    assert "".join(streamer) == tokenizer.decode(out[0, -12:])
+
+
+def test_pipelines_complete_text_and_chats(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    text = pipe(TEXT, **GREEDY)[0]["generated_text"]
+    ids = model.generate(**tokenizer(TEXT, return_tensors="pt"), **GREEDY)
+    assert text == tokenizer.decode(ids[0], skip_special_tokens=True)
+    chat = pipe([{"role": "user", "content": "the cat"}], **GREEDY)[0]["generated_text"]
+    assert chat[-1]["role"] == "assistant" and chat[-1]["content"]
+
+
+def test_generation_config_ends_where_the_file_ends(loaded: tuple[Any, Any]) -> None:
+    model, _ = loaded
+    settings = model.generation_config
+    assert (settings.bos_token_id, settings.eos_token_id, settings.pad_token_id) == (1, [0, 2], 0)
+    assert not model.training and model.config.name_or_path is not None
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_implementations(attention: str, path: Path, dense: Any) -> None:
+    model, tokenizer = rt.hf.from_gguf(path, attn_implementation=attention)
+    assert model.config._attn_implementation == attention
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    with torch.inference_mode():
+        assert (model(ids).logits - dense(ids).logits).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "bfloat16"])
+def test_dtype_is_that_of_activations_and_norms(dtype: Any, path: Path, dense: Any) -> None:
+    model, tokenizer = rt.hf.from_gguf(path, dtype=dtype)
+    wanted = torch.bfloat16 if isinstance(dtype, str) else dtype
+    floats = {value.dtype for value in model.parameters() if value.is_floating_point()}
+    assert floats == {wanted} == {model.dtype}
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    with torch.inference_mode():
+        logits, expected = model(ids).logits, dense(ids).logits
+    assert logits.dtype == wanted
+    # some 20 roundings to the dtype on the way, each of half a unit, add up like noise
+    limit = 20**0.5 * torch.finfo(wanted).eps * float(expected.square().mean().sqrt())
+    assert float((logits.float() - expected).square().mean().sqrt()) <= limit
+
+
+def test_int8_activations(path: Path, dense: Any) -> None:
+    model, tokenizer = rt.hf.from_gguf(path, activations="int8")
+    assert {m.activations for m in model.modules() if isinstance(m, rt.QuantizedLinear)} == {"int8"}
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    with torch.inference_mode():
+        found, expected = model(ids).logits, dense(ids).logits
+    error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert 1e-4 < error <= 0.05
+
+
+def test_footprint_is_the_bytes_of_the_file(path: Path, loaded: tuple[Any, Any]) -> None:
+    file = open_gguf(path)
+    # everything that is not packed is float32 here
+    expected = sum(
+        info.nbytes if info.fmt.packed else 4 * torch.Size(info.shape).numel()
+        for info in file.tensors.values()
+    )
+    buffers = sum(buffer.nbytes for buffer in loaded[0].buffers())
+    assert loaded[0].get_memory_footprint() == expected + buffers
+
+
+def test_weights_on_the_cpu_are_the_file(path: Path) -> None:
+    """Nothing is copied but q and k, whose rows are put in order."""
+    file = open_gguf(path)
+    model = load_model(file, None, dtype=torch.float32)
+    for name, module in (("blk.0.ffn_up", "mlp.up_proj"), ("blk.0.attn_v", "self_attn.v_proj")):
+        weight = model.get_submodule(f"model.layers.0.{module}").weight
+        assert weight.data_ptr() == file.read(f"{name}.weight").data_ptr()
+
+
+def test_layers_on_several_devices(path: Path, loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    model, tokenizer = loaded
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    placed, _ = rt.hf.from_gguf(path, device_map=places, offload_folder=tmp_path)
+    assert placed.hf_device_map == places
+    assert placed.model.layers[1].mlp.up_proj.weight.is_meta
+    prompt = tokenizer(TEXT, return_tensors="pt")
+    assert torch.equal(placed.generate(**prompt, **GREEDY), model.generate(**prompt, **GREEDY))
+
+
+def test_device_map_by_memory_counts_packed_bytes(path: Path, tmp_path: Path) -> None:
+    size = path.stat().st_size
+    places = []
+    for memory in (2 * size, size):
+        options = {"device_map": "auto", "max_memory": {"cpu": memory}, "offload_folder": tmp_path}
+        model, _ = rt.hf.from_gguf(path, **options)
+        places.append(set(getattr(model, "hf_device_map", {"": "cpu"}).values()))
+    # in float32 the weights are four times the file, and a fourth of it is room for the largest layer
+    assert places == [{"cpu"}, {"cpu", "disk"}]
+
+
+def write_tied(path: Path) -> Path:
+    tensors = {name: value for name, value in tiny_tensors().items() if name != "output.weight"}
+    return write_gguf(path, tiny_metadata(), tensors)
+
+
+def saved(model: Any, tokenizer: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_saved_and_loaded_is_byte_equal(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    model, tokenizer = loaded
+    saved(model, tokenizer, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "realizar" and config["formats"]["model.layers.0.mlp.up_proj"] == "Q4_K"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    first, second = model.state_dict(), again.state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    prompt = AutoTokenizer.from_pretrained(tmp_path)(TEXT, return_tensors="pt")
+    assert torch.equal(again.generate(**prompt, **GREEDY), model.generate(**prompt, **GREEDY))
+    # a second generation of files is the same, byte for byte
+    again.save_pretrained(tmp_path / "again")
+    names = ("model.safetensors", "config.json", "generation_config.json")
+    assert all((tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in names)
+
+
+def test_tied_weights_are_saved_once_and_tied_again(path: Path, tmp_path: Path) -> None:
+    tied = write_tied(tmp_path / "tied.gguf")
+    model, tokenizer = rt.hf.from_gguf(tied)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    saved(model, tokenizer, tmp_path / "saved")
+    assert "lm_head.weight" not in load_file(tmp_path / "saved" / "model.safetensors")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    ids = torch.arange(9)[None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_shards_int8_and_another_dtype_survive(path: Path, tmp_path: Path) -> None:
+    model, _ = rt.hf.from_gguf(path, activations="int8")
+    model.save_pretrained(tmp_path, max_shard_size="300KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert again.model.layers[0].mlp.up_proj.activations == "int8"
+    assert again.model.embed_tokens.dtype == again.model.norm.weight.dtype == torch.bfloat16
+    ids = torch.arange(9)[None]
+    half, _ = rt.hf.from_gguf(path, activations="int8", dtype=torch.bfloat16)
+    assert torch.equal(again(ids).logits, half(ids).logits)
+
+
+def test_other_heads_share_the_packed_body(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    model, tokenizer = loaded
+    saved(model, tokenizer, tmp_path)
+    ids = torch.arange(9)[None]
+    body = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(body(ids).last_hidden_state, model.model(ids).last_hidden_state)
+    classifier = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    assert isinstance(classifier.model.layers[0].mlp.up_proj, rt.QuantizedLinear)
+
+
+@pytest.mark.parametrize("key", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_checkpoint_without_a_tensor_is_refused(key: str, loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    saved(*loaded, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[key]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MissingTensorsError, match=f"missing {key}"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_that_says_another_format_is_refused(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    saved(*loaded, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["formats"]["model.layers.0.mlp.up_proj"] = "Q8_0"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        MissingTensorsError, match=r"up_proj\.weight has shape \[512, 144\], expected \[512, 272\]"
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    config["quantization_config"]["version"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match="version 2, expected 1"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_prepacked_models_generate_and_save_the_same(
+    path: Path, loaded: tuple[Any, Any], tmp_path: Path
+) -> None:
+    tied = write_tied(tmp_path / "tied.gguf")
+    for source in (path, tied):
+        model, tokenizer = rt.hf.from_gguf(source)
+        prompt = tokenizer(TEXT, return_tensors="pt")
+        expected = model.generate(**prompt, **GREEDY)
+        model.save_pretrained(tmp_path / "plain")
+        footprint = model.get_memory_footprint()
+        rt.prepack(model, "planar")
+        assert {m.layout for m in model.modules() if isinstance(m, PackedModule)} == {"planar"}
+        assert model.get_memory_footprint() == footprint
+        model.save_pretrained(tmp_path / "prepacked")
+        files = [tmp_path / kind / "model.safetensors" for kind in ("plain", "prepacked")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+        rt.unpack(model)
+        assert torch.equal(model.generate(**prompt, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_compiles_without_a_graph_break(use_cache: bool, loaded: tuple[Any, Any]) -> None:
+    model, _ = loaded
+    ids = torch.arange(9)[None]
+    options: dict[str, Any] = {"use_cache": use_cache}
+    if use_cache:
+        options["past_key_values"] = transformers.StaticCache(config=model.config, max_cache_len=32)
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        expected = model(ids, use_cache=False).logits
+        assert torch._dynamo.explain(model)(ids, **options).graph_break_count == 0
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert (compiled(ids, use_cache=False).logits - expected).abs().max() <= TOLERANCE
+
+
+def test_the_quantizer_says_what_works(loaded: tuple[Any, Any]) -> None:
+    quantizer = loaded[0].hf_quantizer
+    assert quantizer.is_serializable() and quantizer.is_trainable and quantizer.is_compileable
+    assert loaded[0].is_quantized and loaded[0].quantization_method == "realizar"
+
+
+def test_a_file_without_packed_weights_is_an_ordinary_model() -> None:
+    file = open_gguf(Path(__file__).parent / "fixtures" / "qwen3.gguf")
+    model = load_model(file, None, dtype=torch.float32)
+    assert not any(isinstance(module, PackedModule) for module in model.modules())
+    assert getattr(model, "hf_quantizer", None) is None
+    assert model(torch.arange(3, 3 + PROMPT)[None] % 99).logits.isfinite().all()
