@@ -40,7 +40,7 @@ _HOMES = {
     "Workspace": "generation.workspace",
     "doctor": "diagnosis",
 }
-_SUBMODULES = ("hf", "ops")
+_SUBMODULES = ("hf", "lora", "ops")
 
 __all__ = ["__version__", *_HOMES, *_SUBMODULES]
 

@@ -72,6 +72,26 @@ def test_gradient_does_not_depend_on_the_slices_of_rows(monkeypatch: pytest.Monk
     torch.testing.assert_close(grads[1], grads[2], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("fmt", ["Q4_K", None])
+@pytest.mark.parametrize("lead", [(), (4,), (2, 3)], ids=str)
+def test_outputs_may_be_changed_in_place(lead: tuple[int, ...], fmt: str | None) -> None:
+    """As those of nn.Linear: an output that autograd takes for a view of something refuses."""
+    weight = random_blocks("Q4_K", 7, 300) if fmt else torch.randn(7, 300)
+    x, scale = _leaves((*lead, 300), (300,), dtype=torch.float32)
+
+    def outputs() -> list[torch.Tensor]:
+        normed = ops.norm_linear(x, scale, None, weight, fmt, 300, normalization="rmsnorm", eps=1e-5)
+        return [normed, ops.linear(x, weight, fmt, 300)] if fmt else [normed]
+
+    for changed, plain in zip(outputs(), outputs(), strict=True):
+        assert not changed._is_view()
+        changed.mul_(2).relu_().square().sum().backward()
+        found, x.grad = x.grad, None
+        (2 * plain).relu().square().sum().backward()
+        assert torch.equal(found, x.grad) and found.count_nonzero()
+        x.grad = None
+
+
 def _op_calls(batch: tuple[int, ...]) -> list[tuple[torch._ops.OpOverload, tuple, dict]]:
     weight = random_blocks("Q4_K", 7, 300)
     x = random_activations(*batch, 300).requires_grad_()

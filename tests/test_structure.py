@@ -24,7 +24,7 @@ LEVELS = (
     {"nn"},
     {"models", "quantization", "surgery"},
     {"generation"},
-    {"hf", "cli", "diagnosis", "evaluation"},
+    {"hf", "lora", "cli", "diagnosis", "evaluation"},
 )
 HEAVY = ("triton", "numba", "llvmlite", "transformers", "tokenizers", "jinja2", "safetensors", "gguf")
 # the only environment a program of ours looks at: where the user's cache directory is
@@ -115,9 +115,9 @@ def test_public_names_survive_the_import_of_every_submodule() -> None:
             assert not (error.name or "").startswith("realizar_torch"), error
     for name in realizar_torch.__all__:
         value = getattr(realizar_torch, name)
-        assert callable(value) or name in ("__version__", "hf", "ops"), name
+        assert callable(value) or name in ("__version__", "hf", "lora", "ops"), name
     submodules = {info.name for info in pkgutil.iter_modules(realizar_torch.__path__)}
-    assert set(realizar_torch.__all__) & submodules <= {"ops", "hf"}
+    assert set(realizar_torch.__all__) & submodules <= {"hf", "lora", "ops"}
 
 
 def test_unknown_public_name_is_an_attribute_error() -> None:

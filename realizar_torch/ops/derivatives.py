@@ -28,8 +28,9 @@ def register(
     op = getattr(torch.ops.realizar_torch, name).default
 
     def below(keyset: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+        # below the tracking of views, too: bodies reshape what they return, which is nobody's view
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
 
     def forward(ctx: Any, *args: Any) -> Tensor:
         *arguments, (keyset, kwargs) = args

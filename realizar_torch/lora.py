@@ -1,0 +1,88 @@
+"""LoRA with peft on packed layers: the adapters train in floats beside bytes that never change.
+
+    config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+    model = get_peft_model(base, rt.lora.packed(config))
+    model.save_pretrained(folder)
+    config = LoraConfig.from_pretrained(folder)
+    model = PeftModel.from_pretrained(base, folder, config=rt.lora.packed(config))
+
+peft learns of the layer through the config object alone, and does not store that: pass a loaded one through
+``packed`` as well. Packed bytes take no update, so merging is refused until ``dequantize`` has replaced them.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from realizar_torch.errors import BackendUnavailableError, FormatError
+from realizar_torch.nn.linear import QuantizedLinear
+
+try:
+    from peft import LoraConfig
+    from peft.tuners.lora import Linear as LoraLinear
+except ImportError as error:
+    raise BackendUnavailableError(
+        f"realizar_torch.lora needs the package peft, which cannot be imported ({error}); "
+        "install it: pip install 'realizar-torch[hf]'"
+    ) from error
+
+# the others start from the float weight, which a packed layer does not have
+_INITIAL = (True, False, "gaussian", "eva")
+
+
+def packed(config: LoraConfig) -> LoraConfig:
+    """``config`` itself, after which ``target_modules`` may name QuantizedLinear layers.
+
+    Plain LoRA only: variants such as DoRA, and ``init_lora_weights`` that decompose the weight, are refused
+    when a layer is wrapped.
+    """
+    config._register_custom_module({QuantizedLinear: QuantizedLoraLinear})
+    return config
+
+
+def dequantize(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """Replaces the packed layers under adapters by dense ones, in place; ``merge_and_unload`` then works.
+
+    Each takes ``dtype.itemsize`` bytes a weight from now on.
+    """
+    for module in model.modules():
+        if isinstance(module, QuantizedLoraLinear) and isinstance(module.base_layer, QuantizedLinear):
+            module.base_layer = module.base_layer.to_linear(dtype).requires_grad_(False)
+
+
+class QuantizedLoraLinear(LoraLinear):
+    """``base(x) + scaling * B(A(dropout(x)))`` with a QuantizedLinear as base."""
+
+    # peft's class knows DoRA and more, all of which compute with a float base weight
+    lora_variants = property(lambda self: {(): None})
+
+    def __init__(self, base_layer: QuantizedLinear, adapter_name: str, config: LoraConfig, **options: Any):
+        if base_layer.layout != "ggml":
+            raise FormatError(
+                f"this {type(base_layer).__name__} is packed as {base_layer.layout!r}; call rt.unpack(model) "
+                "before adding adapters (rt.prepack works on adapted models)"
+            )
+        super().__init__(base_layer, adapter_name, config, **options)
+
+    def update_layer(self, adapter_name: str, *args: Any, config: LoraConfig, **options: Any) -> None:
+        if config.init_lora_weights not in _INITIAL:
+            raise FormatError(
+                f"init_lora_weights={config.init_lora_weights!r} decomposes the float weight, which packed "
+                f"layers do not have; expected one of {', '.join(map(repr, _INITIAL))}"
+            )
+        super().update_layer(adapter_name, *args, config=config, **options)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        if isinstance(self.base_layer, QuantizedLinear):
+            raise FormatError(
+                f"{self.base_layer.fmt} blocks take no update, so this adapter cannot be merged: keep it "
+                "beside the layer, or call realizar_torch.lora.dequantize(model) first, which makes the "
+                "layers dense"
+            )
+        super().merge(safe_merge, adapter_names)
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        # peft warns of layers it does not know
+        assert isinstance(module, QuantizedLinear)
+        return module.in_features, module.out_features

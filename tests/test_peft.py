@@ -1,0 +1,185 @@
+"""LoRA on packed layers: the gradients of a dense reference, a falling loss, files, and honest merging."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from cases import PACKED, random_activations, random_blocks
+from packed_model import digest
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_models import TINY, write_tiny_llama
+from torch import Tensor, nn
+
+import realizar_torch as rt
+
+COLUMNS = 300
+
+
+def _base(fmt: str = "Q4_K", activations: str = "float") -> nn.Sequential:
+    first, second = random_blocks(fmt, COLUMNS, COLUMNS), random_blocks(fmt, 7, COLUMNS, seed=1)
+    linear = rt.QuantizedLinear.from_blocks
+    return nn.Sequential(
+        linear(first, COLUMNS, fmt, torch.randn(COLUMNS), activations=activations),
+        nn.Tanh(),
+        linear(second, COLUMNS, fmt, activations=activations),
+    )
+
+
+def _config(**options) -> LoraConfig:
+    return rt.lora.packed(LoraConfig(r=4, lora_alpha=8, target_modules=["0", "2"], **options))
+
+
+def _shaken(model: PeftModel) -> PeftModel:
+    """Adapters that change the output: peft starts B at zero."""
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def _adapters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_new_adapters_change_nothing_and_are_all_that_trains() -> None:
+    base, x = _base(), random_activations(3, COLUMNS)
+    expected = base(x)
+    model = get_peft_model(base, _config())
+    assert torch.equal(model(x), expected)
+    assert len(_adapters(model)) == 4 and all("lora_" in name for name in _adapters(model))
+
+
+@pytest.mark.parametrize("fmt", PACKED)
+def test_gradients_equal_those_of_dense_layers(fmt: str) -> None:
+    base, x = _base(fmt), random_activations(3, COLUMNS)
+    dense = nn.Sequential(base[0].to_linear(), nn.Tanh(), base[2].to_linear())
+    ours = _shaken(get_peft_model(base, _config()))
+    theirs = get_peft_model(dense, LoraConfig(r=4, lora_alpha=8, target_modules=["0", "2"]))
+    with torch.no_grad():
+        for name, parameter in _adapters(theirs).items():
+            parameter.copy_(_adapters(ours)[name])
+    for model in (ours, theirs):
+        model(x).square().mean().backward()
+    assert len(_adapters(theirs)) == 4
+    for name, parameter in _adapters(theirs).items():
+        scale = parameter.grad.abs().max().item()
+        assert scale > 0
+        torch.testing.assert_close(_adapters(ours)[name].grad, parameter.grad, rtol=1e-4, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("activations", ["float", "int8"])
+def test_training_lowers_the_loss_and_leaves_the_bytes(activations: str) -> None:
+    base = _base(activations=activations)
+    before, x, target = digest(base), random_activations(8, COLUMNS), torch.randn(8, 7)
+    model = get_peft_model(base, _config(lora_dropout=0.05))
+    start = model.eval()(x)
+    goal = start.detach() + 0.1 * start.detach().abs().mean() * target
+    optimizer = torch.optim.AdamW(_adapters(model).values(), lr=0.01)
+    losses = []
+    model.train()
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (model(x) - goal).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert list(digest(model).values()) == list(before.values())
+
+
+def test_adapters_are_saved_and_loaded(tmp_path: Path) -> None:
+    base, x = _base(), random_activations(3, COLUMNS)
+    model = _shaken(get_peft_model(copy.deepcopy(base), _config()))
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 64 << 10
+    config = rt.lora.packed(LoraConfig.from_pretrained(tmp_path))
+    loaded = PeftModel.from_pretrained(base, tmp_path, config=config)
+    assert torch.equal(loaded(x), model(x))
+    with loaded.disable_adapter():
+        assert not torch.equal(loaded(x), model(x))
+    assert torch.equal(loaded.unload()(x), _base_output(model, x))
+
+
+def _base_output(model: PeftModel, x: Tensor) -> Tensor:
+    with model.disable_adapter():
+        return model(x)
+
+
+def test_a_config_that_was_not_passed_through_packed_is_refused_by_peft() -> None:
+    with pytest.raises(ValueError, match=r"QuantizedLinear.* is not supported"):
+        get_peft_model(_base(), LoraConfig(r=4, target_modules=["0"]))
+
+
+def test_merging_is_refused_until_the_layers_are_dense() -> None:
+    base, x = _base(), random_activations(3, COLUMNS)
+    before = digest(base)
+    model = _shaken(get_peft_model(base, _config()))
+    expected = model(x)
+    for merge in (
+        model.merge_adapter,
+        model.merge_and_unload,
+        lambda: model.merge_and_unload(safe_merge=True),
+    ):
+        with pytest.raises(rt.FormatError, match=r"Q4_K blocks take no update.*lora\.dequantize"):
+            merge()
+    assert list(digest(model).values()) == list(before.values())
+    assert torch.equal(model(x), expected)
+
+    rt.lora.dequantize(model)
+    merged = model.merge_and_unload()
+    assert [type(layer) for layer in merged] == [nn.Linear, nn.Tanh, nn.Linear]
+    torch.testing.assert_close(merged(x), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "orthogonal"}]
+)
+def test_what_needs_the_float_weight_is_refused(options: dict) -> None:
+    with pytest.raises(ValueError, match=r"variant combination|decomposes the float weight"):
+        get_peft_model(_base(), _config(**options))
+
+
+def test_adapted_models_can_be_prepacked_but_not_the_other_way_round() -> None:
+    base = _base("Q8_0")
+    rt.prepack(base, "planar")
+    with pytest.raises(rt.FormatError, match=r"packed as 'planar'; call rt\.unpack"):
+        get_peft_model(base, _config())
+    rt.unpack(base)
+    model = get_peft_model(base, _config())
+    rt.prepack(model, "planar")
+    assert model.base_model.model[0].base_layer.layout == "planar"
+
+
+def test_mixed_precision_and_two_adapters() -> None:
+    base, x = _base().bfloat16(), random_activations(3, COLUMNS, dtype=torch.bfloat16)
+    model = get_peft_model(base, _config())
+    model.add_adapter("second", _config())
+    _shaken(model).eval()
+    model.set_adapter("second")
+    y = model(x)
+    assert y.dtype == torch.bfloat16
+    mixed = model(x, adapter_names=["default", "second", "__base__"])
+    # peft rounds to bfloat16 in another order here
+    torch.testing.assert_close(mixed[1], y[1], rtol=2**-6, atol=2**-6 * y.abs().max().item())
+    assert (mixed[0] - y[0]).abs().max() > 2**-3 * y.abs().max()
+
+
+def test_a_whole_transformer_trains_and_compiles(tmp_path: Path) -> None:
+    path = write_tiny_llama(tmp_path / "m.gguf", sizes=TINY._replace(layers=1))
+    base, _ = rt.load(path, device="cpu")
+    ids = torch.randint(0, 20, (2, 9))
+    expected = base(ids).logits
+    config = rt.lora.packed(LoraConfig(r=4, target_modules=["q_proj", "o_proj", "down_proj"]))
+    model = get_peft_model(base, config)
+    assert torch.equal(model(input_ids=ids).logits, expected)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    grads = []
+    for run in (model, compiled):
+        model.zero_grad()
+        logits = run(input_ids=ids).logits
+        nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        grads.append([p.grad.clone() for p in _adapters(model).values()])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert any(g.count_nonzero() for g in grads[0])
