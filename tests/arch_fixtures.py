@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from fixture_models import WINDOW
 
 from realizar_torch.checkpoint.gguf import open_gguf
+from realizar_torch.checkpoint.source import ModelSource, SourceView
 from realizar_torch.models.loading import load_transformer
 from realizar_torch.models.transformer import Transformer
 
@@ -22,17 +22,20 @@ UNTOLD: dict[str, dict[str, Any]] = {"mistral": {"llama.attention.sliding_window
 
 def load(name: str, metadata: Mapping[str, Any] | None = None, **options: Any) -> Transformer:
     """The fixture's model in fp32; ``metadata`` replaces keys, or removes those that are None."""
-    file = open_gguf(FIXTURES / f"{name}.gguf")
-    keys = {**file.metadata, **UNTOLD.get(name, {}), **(metadata or {})}
-    source = SimpleNamespace(
-        path=file.path,
-        arch=file.arch,
-        metadata={key: value for key, value in keys.items() if value is not None},
-        tensors=file.tensors,
-        read=file.read,
-    )
+    source = _Edited(open_gguf(FIXTURES / f"{name}.gguf"), UNTOLD.get(name, {}) | dict(metadata or {}))
     choice = {"device": torch.device("cpu"), "dtype": torch.float32, "activations": "float"}
     return load_transformer(source, **choice | options)
+
+
+class _Edited(SourceView):
+    def __init__(self, source: ModelSource, changes: Mapping[str, Any]) -> None:
+        super().__init__(source)
+        self._changes = changes
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        keys = {**self._source.metadata, **self._changes}
+        return {key: value for key, value in keys.items() if value is not None}
 
 
 def golden(name: str) -> tuple[torch.Tensor, torch.Tensor]:

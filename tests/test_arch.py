@@ -1,21 +1,25 @@
 """Every architecture row against transformers: files by llama.cpp's converter, logits stored beside them."""
 
+import math
+
 import pytest
 import torch
 from arch_fixtures import FIXTURES, TOLERANCE, deviation, golden, golden_short, load
 from fixture_models import MODELS, VOCAB, WINDOW, is_long
 from gguf_files import plain, write_gguf
 from tiny_models import weight
+from torch import nn
 
 from realizar_torch import reference
 from realizar_torch.checkpoint.gguf import open_gguf
-from realizar_torch.errors import CacheFullError
+from realizar_torch.errors import CacheFullError, UnsupportedArchitectureError
 from realizar_torch.generation.cpu_step import why_not
 from realizar_torch.generation.step import DecodeState, decode_step, prefill
 from realizar_torch.models.arch import ARCHITECTURES
 from realizar_torch.models.config import ModelConfig
 from realizar_torch.models.loading import load_transformer
-from realizar_torch.models.tensors import expected_shapes
+from realizar_torch.models.tensors import expected_shapes, tensor_problems
+from realizar_torch.nn.attention import attend
 from realizar_torch.nn.kv_cache import KVCache
 
 # whose decode step is one fused kernel; the others run module by module
@@ -157,3 +161,74 @@ def test_positions_that_were_not_learned_are_refused():
         pytest.raises(CacheFullError, match="65 positions, but the model has learned 64"),
     ):
         model(torch.cat((ids, ids[:, :5]), dim=1))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "internlm2"])
+def test_fused_and_separate_rows_mean_the_same(name, tmp_path):
+    """q, k and v as one tensor in the file of an architecture that usually has three."""
+    file = open_gguf(FIXTURES / f"{name}.gguf")
+    tensors = {key: plain(file.read(key).clone()) for key in file.tensors}
+    for layer in range(2):
+        for kind in ("weight", "bias"):
+            stems = [f"blk.{layer}.attn_{part}.{kind}" for part in "qkv"]
+            if stems[0] in tensors:
+                tensors[f"blk.{layer}.attn_qkv.{kind}"] = plain(torch.cat([file.read(s) for s in stems]))
+                for stem in stems:
+                    del tensors[stem]
+    keys = {key: value for key, value in file.metadata.items() if key.startswith((file.arch, "general.arch"))}
+    path = write_gguf(tmp_path / "m.gguf", keys | {f"{file.arch}.vocab_size": VOCAB}, tensors)
+    choice = {"device": torch.device("cpu"), "dtype": torch.float32, "activations": "float"}
+    assert deviation(load_transformer(open_gguf(path), **choice), name).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("qwen2", "blk.1.attn_k.bias"),
+        ("qwen3", "blk.1.attn_q_norm.weight"),
+        ("command-r-norms", "blk.0.attn_k_norm.weight"),
+        ("gemma2", "blk.1.post_ffw_norm.weight"),
+        ("gpt2", "position_embd.weight"),
+        ("gpt2", "output_norm.bias"),
+        ("phi2", "output.bias"),
+        ("falcon-groups", "blk.1.attn_norm.bias"),
+        ("stablelm", "blk.1.ffn_norm.bias"),
+        ("phi3", "blk.1.attn_qkv.weight"),
+    ],
+)
+def test_a_lost_tensor_is_named(name, lost):
+    file = open_gguf(FIXTURES / f"{name}.gguf")
+    config = ModelConfig.from_gguf(file.metadata)
+    assert tensor_problems(file.tensors, config) == []
+    rest = {key: info for key, info in file.tensors.items() if key != lost}
+    problems = tensor_problems(rest, config)
+    expected = "missing blk.1.attn_q.weight" if "qkv" in lost else f"missing {lost}"
+    assert any(problem.startswith(expected) for problem in problems), problems
+
+
+def test_a_mixture_of_experts_is_named_and_not_taken_for_dense():
+    with pytest.raises(UnsupportedArchitectureError, match="'qwen3moe' is not supported; supported: llama, "):
+        ModelConfig.from_gguf({"general.architecture": "qwen3moe"})
+
+
+def test_caps_of_scores_and_logits():
+    """A score of 200 capped at 50 is 49.96646, a logit of 100 capped at 30 is 29.92374; 0 is no cap."""
+    q, k = torch.tensor([[[[200.0]]]]), torch.tensor([[[[1.0], [0.0]]]])
+    v = torch.tensor([[[[1.0], [0.0]]]])
+    for cap, score in ((50.0, 49.96646), (0.0, 200.0)):
+        odds = attend(q.double(), k.double(), v.double(), None, 0.05, cap and cap * 0.05)
+        assert odds.item() == pytest.approx(1 / (1 + math.exp(-score * 0.05)), rel=1e-6)
+    for cap, logit in ((30.0, 29.92374), (0.0, 100.0)):
+        model = load("gemma2", {"gemma2.final_logit_softcapping": cap})
+        model.lm_head = nn.Threshold(1e9, 100.0)
+        assert model(torch.tensor([[5]])).logits[0, 0, 0].item() == pytest.approx(logit, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MODELS)
+def test_half_precision_keeps_the_direction(name, dtype):
+    """No step changes the dtype on the way; logits are rounded, not different."""
+    ids, expected = golden(name)
+    with torch.inference_mode():
+        ours = load(name, dtype=dtype)(ids).logits
+    assert torch.cosine_similarity(ours, expected, dim=-1).min() > 0.98

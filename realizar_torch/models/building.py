@@ -65,29 +65,37 @@ class ModelBuilder:
         """The linear of a tensor, or of the given rows of it: a slice shares the file's memory."""
         info = self.file.tensors[f"{name}.weight"]
         bias = self.floats(f"{name}.bias")[rows] if f"{name}.bias" in self.file.tensors else None
-        return self._linear(info, self.file.read(f"{name}.weight")[rows], bias)
+        return self._linear(info, self._weight(info, rows), bias)
+
+    def _weight(self, info: TensorInfo, rows: slice | Tensor = slice(None)) -> Tensor:
+        """Rows of a tensor, packed or of ``dtype``, on the device; what was copied is let go in the file."""
+        stored = self.file.read(info.name)
+        weight = stored[rows].to(self.device, stored.dtype if info.fmt.packed else self.dtype)
+        if weight.untyped_storage().data_ptr() != stored.untyped_storage().data_ptr():
+            self.file.release(info.name)
+        return weight
 
     def _linear(self, info: TensorInfo, weight: Tensor, bias: Tensor | None) -> nn.Module:
         in_features = info.shape[1]
         if info.fmt.packed:
-            linear = QuantizedLinear.from_blocks(weight.to(self.device), in_features, info.fmt.name, bias)
+            linear = QuantizedLinear.from_blocks(weight, in_features, info.fmt.name, bias)
             linear.activations = self.activations
             return linear.requires_grad_(False)
         dense = nn.Linear(
             in_features, weight.shape[0], bias=bias is not None, device="meta", dtype=self.dtype
         )
-        dense.weight = nn.Parameter(weight.to(device=self.device, dtype=self.dtype), requires_grad=False)
+        dense.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:
             dense.bias = nn.Parameter(bias)
         return dense.requires_grad_(False)
 
     def embedding(self, name: str) -> nn.Module:
         info = self.file.tensors[f"{name}.weight"]
-        weight = self.file.read(f"{name}.weight").to(self.device)
+        weight = self._weight(info)
         if info.fmt.packed:
             return QuantizedEmbedding.from_blocks(weight, info.shape[1], info.fmt.name, dtype=self.dtype)
         dense = nn.Embedding(info.shape[0], info.shape[1], device="meta", dtype=self.dtype)
-        dense.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
+        dense.weight = nn.Parameter(weight, requires_grad=False)
         return dense
 
     def head(self, embedding: Any) -> nn.Module:
@@ -157,15 +165,16 @@ class ModelBuilder:
     def _query_key_value(self, names: Mapping[str, str]) -> list[nn.Module]:
         """q, k and v from a tensor each or from one."""
         config = self.config
-        if "self_attn.qkv_proj" in names:
-            first, second = config.q_dim, config.q_dim + config.kv_dim
-            parts = (slice(0, first), slice(first, second), slice(second, None))
-            return [self.linear(names["self_attn.qkv_proj"], rows) for rows in parts]
-        rows: list[slice | Tensor] = [slice(None)] * 3
-        if config.arch.interleaved_qk:
-            heads = (config.num_heads, config.num_kv_heads)
-            rows[:2] = [_half_split_order(count, config.head_dim, config.rotary_dim) for count in heads]
-        return [self.linear(names[module], part) for module, part in zip(QUERY_KEY_VALUE, rows, strict=True)]
+        fused = names.get("self_attn.qkv_proj")
+        start, linears = 0, []
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        for module, count in zip(QUERY_KEY_VALUE, heads, strict=True):
+            rows: slice | Tensor = slice(start, start + count * config.head_dim)
+            if config.arch.interleaved_qk and module != "self_attn.v_proj":
+                rows = start + _half_split_order(count, config.head_dim, config.rotary_dim)
+            linears.append(self.linear(fused or names[module], rows))
+            start += count * config.head_dim if fused else 0
+        return linears
 
     def _qk_norm(self, name: str) -> RMSNorm | PerHeadNorm:
         config, weight = self.config, self.floats(f"{name}.weight")

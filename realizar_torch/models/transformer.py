@@ -105,7 +105,9 @@ class Transformer(nn.Module):
             lm_head,
         )
         rotary, theta, scaling = config.rotary_dim, config.rope_theta, config.rope_scaling
-        divisors = scaling.divisors(rotary, theta) if rope_divisors is None else rope_divisors
+        told, divisors = scaling.divisors(rotary, theta), rope_divisors
+        if told is not None:
+            divisors = tuple(a * b for a, b in zip(told, rope_divisors or [1.0] * len(told), strict=True))
         self.rope = RotaryEmbedding(rotary, theta, divisors=divisors, magnitude=scaling.magnitude)
         local_theta = config.local_rope_theta
         self.local_rope = None if local_theta is None else RotaryEmbedding(rotary, local_theta)
