@@ -107,6 +107,9 @@ class SyntheticFile:
             return 0.3 + torch.rand(info.shape, device=self._device, generator=generator)
         return random_weight(info.fmt.name, *info.shape, generator)
 
+    def release(self, name: str) -> None:
+        """Nothing is kept."""
+
 
 def load_synthetic(
     name: str, device: torch.device | str, *, dtype: torch.dtype, activations: str, max_seq_len: int

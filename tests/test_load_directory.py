@@ -1,12 +1,16 @@
 """rt.load of Hugging Face directories: logits of transformers, encoded weights, and every damage refused."""
 
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hf_directories import KINDS, VOCAB, WINDOW, edit, write_hf_directory
+from safetensors.torch import save_file
 
 import realizar_torch as rt
 from realizar_torch.models.sources import open_source
@@ -218,3 +222,53 @@ def test_the_files_are_not_changed_and_give_memory_back(directory):
     first = source.read("blk.0.ffn_up.weight").clone()
     source.release("blk.0.ffn_up.weight")
     assert torch.equal(source.read("blk.0.ffn_up.weight"), first)
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+
+_MEMORY = """
+import re, sys
+from pathlib import Path
+import torch, gguf, safetensors.torch, tokenizers
+import realizar_torch as rt
+def status(key):
+    return 1024 * int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+rt.load(sys.argv[1], quantize="Q8_0")
+# the high-water mark starts anew
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+model, _ = rt.load(sys.argv[2], quantize="Q8_0")
+print(status("VmHWM") - before - sum(p.nbytes for p in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_encoding_needs_memory_for_one_tensor_beside_the_result(pristine, tmp_path):
+    """290 MB of fp32, 34 MB the largest tensor; that the file's pages stay is what must not happen."""
+    config = json.loads((pristine / "config.json").read_text())
+    sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 16}
+    sizes |= {"num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 2}
+    shutil.copytree(pristine, tmp_path / "large", ignore=shutil.ignore_patterns("*safetensors*"))
+    (tmp_path / "large" / "config.json").write_text(json.dumps(config | sizes))
+    tensors = {"model.embed_tokens.weight": torch.zeros(VOCAB, 2048), "model.norm.weight": torch.ones(2048)}
+    tensors["lm_head.weight"] = torch.zeros(VOCAB, 2048)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        for name, rows, columns in (
+            *(("self_attn.q_proj", 2048, 2048), ("self_attn.k_proj", 512, 2048)),
+            *(("self_attn.v_proj", 512, 2048), ("self_attn.o_proj", 2048, 2048)),
+            *(("mlp.gate_proj", 4096, 2048), ("mlp.up_proj", 4096, 2048), ("mlp.down_proj", 2048, 4096)),
+        ):
+            tensors[f"{prefix}{name}.weight"] = torch.randn(rows, columns)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{name}.weight"] = torch.ones(2048)
+    save_file(tensors, tmp_path / "large" / "model.safetensors")
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    done = subprocess.run(
+        [sys.executable, "-c", _MEMORY, str(pristine), str(tmp_path / "large")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # measured: 41 MB, and 252 MB where nothing is given back
+    assert int(done.stdout) <= total / 2
