@@ -82,3 +82,21 @@ def test_generate_runs_a_saved_directory(tmp_path, capsys):
     ]
     first, second = (json.loads(answer)["token_ids"] for answer in answers)
     assert first == second and len(first) == 8
+
+
+def test_info_tells_of_directories(tmp_path, capsys):
+    write_hf_directory(tmp_path / "hf", shard="100KB")
+    tokenizer = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    padded = json.dumps(tokenizer) + " " * 100_000
+    (tmp_path / "hf" / "tokenizer.json").write_text(padded)
+    rt.save(rt.load(tmp_path / "hf", quantize="Q8_0")[0], tmp_path / "saved")
+    for name, fmt in (("hf", "F32"), ("saved", "Q8_0")):
+        code, out, _ = call(capsys, "info", "-m", tmp_path / name, "--json")
+        record = json.loads(out)
+        shards = list((tmp_path / name).glob("*.safetensors"))
+        assert code == 0 and record["architecture"] == "llama" and record["shards"] == len(shards)
+        assert record["file_bytes"] == sum(shard.stat().st_size for shard in shards)
+        assert record["formats"][0]["format"] == fmt
+        assert record["metadata"]["tokenizer.huggingface.json"] == {"text_of": len(padded)}
+        code, out, _ = call(capsys, "info", "-m", tmp_path / name)
+        assert code == 0 and f"[{len(padded)} characters]" in out and fmt in out

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from realizar_torch.checkpoint.gguf import GGUFFile, open_gguf
+from realizar_torch.checkpoint.gguf import GGUFFile
+from realizar_torch.checkpoint.source import ModelSource
 from realizar_torch.cli.session import EXIT_PROBLEMS, locate_model
 from realizar_torch.errors import RealizarError
 from realizar_torch.generation.causal_lm import DEFAULT_MAX_SEQ_LEN
@@ -14,6 +15,8 @@ from realizar_torch.models.sources import models_under, open_source, open_tokeni
 from realizar_torch.models.tensors import LONG_DIVISORS, tensor_problems
 
 _LONGEST_VALUE = 100
+# a chat template is shown by --json, a whole tokenizer.json is not
+_LONGEST_TEXT = 100_000
 _MIB = 1 << 20
 # the smallest window that released models of such architectures have (Mistral 7B v0.1, StarCoder2)
 _SMALLEST_HIDDEN_WINDOW = 4096
@@ -21,7 +24,7 @@ _SMALLEST_HIDDEN_WINDOW = 4096
 
 def info(args: argparse.Namespace) -> int:
     """Prints metadata, tensors by format and memory."""
-    file = open_gguf(locate_model(args.model))
+    file = open_source(locate_model(args.model))
     record = describe(file)
     if args.json:
         print(json.dumps(record, ensure_ascii=False))
@@ -49,8 +52,8 @@ def info(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe(file: GGUFFile) -> dict[str, Any]:
-    """All that ``info`` tells, as JSON-ready values; arrays of the metadata as their length only."""
+def describe(file: ModelSource) -> dict[str, Any]:
+    """All that ``info`` tells, as JSON-ready values; arrays and long texts in the metadata by length."""
     formats: dict[str, dict[str, Any]] = {}
     for tensor in file.tensors.values():
         row = formats.setdefault(
@@ -139,7 +142,7 @@ def find_notes(path: Path) -> list[str]:
     return notes
 
 
-def _memory(file: GGUFFile) -> dict[str, int | None]:
+def _memory(file: ModelSource) -> dict[str, int | None]:
     """Bytes that loading needs on the CPU: weights as they are, keys and values in fp32."""
     memory: dict[str, int | None] = {"weights": sum(tensor.nbytes for tensor in file.tensors.values())}
     try:
@@ -159,11 +162,13 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def _summarized(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > _LONGEST_TEXT:
+        return {"text_of": len(value)}
     return value if isinstance(value, str | int | float | bool) else {"array_of": len(value)}
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
-        return f"[{value['array_of']} items]"
+        return f"[{value['array_of']} items]" if "array_of" in value else f"[{value['text_of']} characters]"
     text = repr(value) if isinstance(value, str) else str(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"

@@ -104,10 +104,10 @@ def _times(test: Callable[[], float], args: argparse.Namespace) -> list[float]:
 def _machine_record(session: Session, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from realizar_torch.checkpoint.gguf import open_gguf
     from realizar_torch.cli.inspection import describe
+    from realizar_torch.models.sources import open_source
 
-    file = describe(open_gguf(session.path))
+    file = describe(open_source(session.path))
     return {
         "model_filename": str(session.path),
         "model_type": f"{file['architecture']} {file['formats'][0]['format']}",
