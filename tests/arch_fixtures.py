@@ -6,11 +6,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from fixture_models import WINDOW
+from fixture_models import VOCAB, WINDOW
+from gguf_files import plain, write_gguf
+from tiny_models import weight
 
+from realizar_torch import reference
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.checkpoint.source import ModelSource, SourceView
+from realizar_torch.formats import get_format
+from realizar_torch.models.config import ModelConfig
 from realizar_torch.models.loading import load_transformer
+from realizar_torch.models.tensors import expected_shapes
 from realizar_torch.models.transformer import Transformer
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -55,3 +61,49 @@ def deviation(model: Transformer, name: str) -> torch.Tensor:
     ids, expected = golden(name)
     with torch.inference_mode():
         return (model(ids).logits - expected).abs().amax(-1)[0]
+
+
+def write_resized(folder: Path, name: str, fmt: str) -> tuple[Path, Path]:
+    """A random model of one layer in the fixture's architecture, packed, and the dense one of its values.
+
+    Hidden, inner and q sizes are 96, or 768 for blocks of 256, so that every row is whole blocks.
+    """
+    file = open_gguf(FIXTURES / f"{name}.gguf")
+    width, head_dim = (96, 16) if get_format(fmt).block_size == 32 else (768, 128)
+    keys = _resized(file.metadata, file.arch, width, head_dim)
+    required, _ = expected_shapes(ModelConfig.from_gguf(keys), file.tensors)
+    packed, dense = {}, {}
+    for seed, (tensor, shape) in enumerate(required.items()):
+        if len(shape) == 1 or "_norm" in tensor:
+            values = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
+            packed[tensor] = dense[tensor] = plain(values)
+            continue
+        packed[tensor] = weight(fmt, *shape, seed)
+        blocks = torch.frombuffer(bytearray(packed[tensor][2]), dtype=torch.uint8).view(shape[0], -1)
+        dense[tensor] = plain(reference.dequantize(blocks, fmt))
+    return (
+        write_gguf(folder / f"{name}-{fmt}.gguf", keys, packed),
+        write_gguf(folder / f"{name}-dense.gguf", keys, dense),
+    )
+
+
+def _resized(metadata: Mapping[str, Any], arch: str, width: int, head_dim: int) -> dict[str, Any]:
+    heads = width // head_dim
+    kv_heads = 1 if metadata.get(f"{arch}.attention.head_count_kv") == 1 else heads // 3
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "embedding_length": width,
+        "feed_forward_length": width,
+        "block_count": 1,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+    }
+    if f"{arch}.rope.dimension_count" in metadata:
+        full = metadata[f"{arch}.rope.dimension_count"] == metadata.get(f"{arch}.attention.key_length", 8)
+        sizes["rope.dimension_count"] = head_dim if full else head_dim // 2
+    if f"{arch}.attention.sliding_window_pattern" in metadata:
+        sizes["attention.sliding_window_pattern"] = [True]
+    kept = {key: value for key, value in metadata.items() if key.startswith((f"{arch}.", "general.arch"))}
+    return kept | {f"{arch}.{key}": value for key, value in sizes.items()}

@@ -4,13 +4,11 @@ import math
 
 import pytest
 import torch
-from arch_fixtures import FIXTURES, TOLERANCE, deviation, golden, golden_short, load
+from arch_fixtures import FIXTURES, TOLERANCE, deviation, golden, golden_short, load, write_resized
 from fixture_models import MODELS, VOCAB, WINDOW, is_long
 from gguf_files import plain, write_gguf
-from tiny_models import weight
 from torch import nn
 
-from realizar_torch import reference
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.errors import CacheFullError, UnsupportedArchitectureError
 from realizar_torch.generation.cpu_step import why_not
@@ -18,7 +16,7 @@ from realizar_torch.generation.step import DecodeState, decode_step, prefill
 from realizar_torch.models.arch import ARCHITECTURES
 from realizar_torch.models.config import ModelConfig
 from realizar_torch.models.loading import load_transformer
-from realizar_torch.models.tensors import expected_shapes, tensor_problems
+from realizar_torch.models.tensors import tensor_problems
 from realizar_torch.nn.attention import attend
 from realizar_torch.nn.kv_cache import KVCache
 
@@ -89,49 +87,13 @@ PACKED = [(name, "Q8_0") for name in MODELS] + [
 @pytest.mark.parametrize(("name", "fmt"), PACKED)
 def test_packed_weights_equal_their_values(name, fmt, tmp_path):
     """The packed model equals the dense model of its dequantized weights, in the fixture's architecture."""
-    file = open_gguf(FIXTURES / f"{name}.gguf")
-    small, head_dim = (96, 16) if fmt == "Q8_0" else (768, 128)
-    keys = _resized(file.metadata, file.arch, small, head_dim)
-    required, _ = expected_shapes(ModelConfig.from_gguf(keys), file.tensors)
-    packed, dense = {}, {}
-    for seed, (tensor, shape) in enumerate(required.items()):
-        if len(shape) == 1 or "_norm" in tensor:
-            values = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
-            packed[tensor] = dense[tensor] = plain(values)
-            continue
-        packed[tensor] = weight(fmt, *shape, seed)
-        blocks = torch.frombuffer(bytearray(packed[tensor][2]), dtype=torch.uint8).view(shape[0], -1)
-        dense[tensor] = plain(reference.dequantize(blocks, fmt))
     ids, logits = golden(name)[0], []
-    for title, tensors in (("packed", packed), ("dense", dense)):
-        path = write_gguf(tmp_path / f"{title}.gguf", keys, tensors)
+    for path in write_resized(tmp_path, name, fmt):
         choice = {"device": torch.device("cpu"), "dtype": torch.float32, "activations": "float"}
         with torch.inference_mode():
             logits.append(load_transformer(open_gguf(path), **choice)(ids).logits)
     assert logits[1].std() > 0.1
     assert (logits[0] - logits[1]).abs().max() <= TOLERANCE
-
-
-def _resized(metadata, arch: str, width: int, head_dim: int) -> dict:
-    """Keys of a model of one layer whose hidden, inner and q sizes are ``width``."""
-    heads = width // head_dim
-    kv_heads = 1 if metadata.get(f"{arch}.attention.head_count_kv") == 1 else heads // 3
-    sizes = {
-        "vocab_size": VOCAB,
-        "embedding_length": width,
-        "feed_forward_length": width,
-        "block_count": 1,
-        "attention.head_count": heads,
-        "attention.head_count_kv": kv_heads,
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-    }
-    if f"{arch}.rope.dimension_count" in metadata:
-        sizes["rope.dimension_count"] = head_dim // 2
-    if f"{arch}.attention.sliding_window_pattern" in metadata:
-        sizes["attention.sliding_window_pattern"] = [True]
-    kept = {key: value for key, value in metadata.items() if key.startswith((f"{arch}.", "general.arch"))}
-    return kept | {f"{arch}.{key}": value for key, value in sizes.items()}
 
 
 @pytest.mark.parametrize("name", ["phi3", "falcon", "gpt2"])

@@ -65,14 +65,13 @@ def read_rope_scaling(keys: Keys) -> RopeScaling:
         raise GGUFError(f"{keys.source}: the RoPE scaling factor is {factor}, expected a positive number")
     if kind == "linear":
         return RopeScaling(factor=float(factor), magnitude=magnitude, original_length=original)
+    multiplier = keys.optional("rope.scaling.yarn_log_multiplier", float, 0)
+    own = _yarn_magnitude(factor, 1.0) / _yarn_magnitude(factor, multiplier)
     return RopeScaling(
         yarn=float(factor),
         beta_fast=keys.positive("rope.scaling.yarn_beta_fast", default=32.0, kind=float),
         beta_slow=keys.positive("rope.scaling.yarn_beta_slow", default=1.0, kind=float),
-        magnitude=keys.positive(
-            "rope.scaling.yarn_attn_factor", default=_yarn_magnitude(factor, 1.0), kind=float
-        )
-        / _yarn_magnitude(factor, keys.optional("rope.scaling.yarn_log_multiplier", float, 0)),
+        magnitude=keys.positive("rope.scaling.yarn_attn_factor", default=own, kind=float),
         original_length=keys.positive("rope.scaling.original_context_length"),
     )
 
