@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hf_directories import KINDS, VOCAB, WINDOW, edit, write_hf_directory
+from hf_directories import KINDS, VOCAB, WINDOW, change_tensors, edit, write_hf_directory
 from safetensors.torch import save_file
 
 import realizar_torch as rt
@@ -87,6 +87,36 @@ def test_greedy_ids_equal_transformers(tmp_path):
     ours = model.generate(prompt, max_new_tokens=np.int64(24), eos_token_id=[])
     theirs = expected.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None)
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_language_part_of_a_model_that_also_sees(tmp_path, ids, prefix):
+    """As google/gemma-3-4b-it is stored, old and new: config entries at their default are left out there."""
+    expected = write_hf_directory(
+        tmp_path, "gemma3_text", num_attention_heads=8, head_dim=256, query_pre_attn_scalar=256
+    )
+    path = tmp_path / "config.json"
+    text = {key: value for key, value in json.loads(path.read_text()).items() if value is not None}
+    for key in (
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "query_pre_attn_scalar",
+        "rms_norm_eps",
+    ):
+        del text[key]
+    path.write_text(json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}}))
+
+    def add_eyes(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("model.", prefix, 1)] = tensors.pop(name)
+        tensors["vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight"] = torch.ones(3, 3)
+        tensors["multi_modal_projector.mm_input_projection_weight"] = torch.ones(3, 3)
+
+    change_tensors(tmp_path, add_eyes)
+    model, _ = rt.load(tmp_path, activations="float")
+    with torch.inference_mode():
+        assert (model(ids).logits - expected(ids).logits).abs().max() <= TOLERANCE
 
 
 # -- encoded while loading ---------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ directory and the GGUF file made from it describe the same model.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +25,8 @@ class HFModel:
     what converters add to norm weights (Gemma's 1). tied: whether the head is the embedding where config.json
     does not say. transposed: matrices stored [in, out], by the last part of their GGUF name. grouped_qkv: the
     fused rows are stored as [key head, (its queries, k, v)], which converters sort into all of q, k and v.
-    unread: entries that transformers does not act upon either.
+    unread: entries that transformers does not act upon either. defaults: what config.json leaves out where it
+    is the text part of a larger one.
     """
 
     arch: str
@@ -35,8 +36,22 @@ class HFModel:
     transposed: tuple[str, ...] = ()
     grouped_qkv: bool = False
     unread: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
+# transformers' Gemma3TextConfig
+_GEMMA3_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 4096,
+    }
+)
 HF_MODELS: Mapping[str, HFModel] = MappingProxyType(
     {
         "llama": HFModel("llama", permuted_qk=True),
@@ -47,7 +62,7 @@ HF_MODELS: Mapping[str, HFModel] = MappingProxyType(
         "phi3": HFModel("phi3"),
         "gemma": HFModel("gemma", norm_offset=1.0, tied=True, unread=("hidden_act",)),
         "gemma2": HFModel("gemma2", norm_offset=1.0, tied=True),
-        "gemma3_text": HFModel("gemma3", norm_offset=1.0, tied=True),
+        "gemma3_text": HFModel("gemma3", norm_offset=1.0, tied=True, defaults=_GEMMA3_DEFAULTS),
         "granite": HFModel("granite", permuted_qk=True),
         "olmo2": HFModel("olmo2"),
         "olmo3": HFModel("olmo2"),
@@ -77,6 +92,12 @@ _FLAGS = {
 }
 
 
+def text_config(config: Config) -> Config:
+    """The part about the language model: all of it, or ``text_config`` of a model that also sees or hears."""
+    part = config.get("text_config")
+    return {**config, **part} if isinstance(part, dict) else config
+
+
 def find_hf_model(config: Config, source: str) -> HFModel:
     """The row of ``model_type``; UnsupportedArchitectureError lists the known ones."""
     kind = str(config.get("model_type"))
@@ -102,7 +123,8 @@ def gguf_metadata(config: Config, source: str) -> dict[str, Any]:
     """
     model = find_hf_model(config, source)
     spec = get_arch(model.arch, source)
-    config = {k: v for k, v in config.items() if v is not None and k not in model.unread}
+    stated = {k: v for k, v in config.items() if v is not None and k not in model.unread}
+    config = {**model.defaults, **stated}
     config |= rope_entries(config, source)
     _check_conventions(config, spec, source)
     metadata: dict[str, Any] = {"general.architecture": model.arch}
@@ -120,7 +142,7 @@ def gguf_metadata(config: Config, source: str) -> dict[str, Any]:
     return metadata
 
 
-def head_dim(config: Config) -> int | None:
+def _head_dim(config: Config) -> int | None:
     """Elements of one head, stated or hidden size over heads."""
     stated, hidden, heads = _int_of("head_dim")(config), _hidden(config), _heads(config)
     return stated if stated is not None or not hidden or not heads else hidden // heads
@@ -166,7 +188,7 @@ def _float_of(*names: str) -> Callable[[Config], float | None]:
 
 
 def _rotary_dim(config: Config) -> int | None:
-    size = head_dim(config)
+    size = _head_dim(config)
     return None if size is None else int(size * _first({**config, "one": 1.0}, *_PARTIAL, "one"))
 
 
@@ -203,8 +225,8 @@ _ROWS: Mapping[str, Callable[[Config], Any]] = MappingProxyType(
         "vocab_size": _int_of("vocab_size"),
         "attention.head_count": _heads,
         "attention.head_count_kv": _kv_heads,
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
+        "attention.key_length": _head_dim,
+        "attention.value_length": _head_dim,
         "attention.layer_norm_rms_epsilon": _float_of("rms_norm_eps"),
         "attention.layer_norm_epsilon": _float_of("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
         "attention.scale": _attention_scale,

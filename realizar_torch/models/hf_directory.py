@@ -22,12 +22,17 @@ from realizar_torch.checkpoint.safetensors_files import SafetensorsFiles
 from realizar_torch.checkpoint.tokenizer_json import tokenizer_metadata
 from realizar_torch.errors import CheckpointError, MissingTensorsError
 from realizar_torch.formats import get_format
-from realizar_torch.models.hf_config import find_hf_model, gguf_metadata, head_dim
+from realizar_torch.models.hf_config import find_hf_model, gguf_metadata, text_config
 from realizar_torch.models.hf_rope import rope_divisors
 
 CONFIG_FILE = "config.json"
 # Buffers that checkpoints of some years hold and that every loader computes anew.
 _BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$")
+# Of a model that also sees or hears only the language part is loaded, as llama.cpp's converter does.
+_OTHER_SENSES = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\."
+)
+_LANGUAGE_PREFIX = re.compile(r"(?<![^.])language_model\.")
 # One norm for each head, which GGUF stacks.
 _NUMBERED = re.compile(r"\.norms\.(?P<number>\d+)(?=\.)")
 _FORMATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -52,7 +57,7 @@ class HFDirectory:
     def __init__(self, directory: Path) -> None:
         self.path = directory
         source = shown_path(directory / CONFIG_FILE)
-        config = read_json(directory / CONFIG_FILE)
+        config = text_config(read_json(directory / CONFIG_FILE))
         metadata = gguf_metadata(config, source) | tokenizer_metadata(directory)
         self.metadata: Mapping[str, Any] = MappingProxyType(metadata)
         self._files = SafetensorsFiles(directory)
@@ -112,7 +117,8 @@ def _recipes(
 ) -> dict[str, _Recipe]:
     """GGUF name -> recipe, for every stored tensor and the ones a converter would add."""
     model = find_hf_model(config, source)
-    names = _gguf_names(files, model.arch, metadata[f"{model.arch}.block_count"])
+    layers, partial = metadata[f"{model.arch}.block_count"], "text_config" in config
+    names = _gguf_names(files, model.arch, layers, partial)
     _settle_head(names, files, config.get("tie_word_embeddings", model.tied), source)
     heads = metadata[f"{model.arch}.attention.head_count"]
     kv_heads = metadata.get(f"{model.arch}.attention.head_count_kv", heads)
@@ -129,15 +135,18 @@ def _recipes(
         elif model.grouped_qkv and stem == "attn_qkv":
             convert = _SortQKV(kv_heads, heads // kv_heads)
         recipes[name] = _Recipe(parts, convert)
-    for name, divisors in rope_divisors(config, head_dim(config) or 0).items():
+    for name, divisors in rope_divisors(
+        config, metadata.get(f"{model.arch}.attention.key_length", 0)
+    ).items():
         recipes[name] = _Recipe((), _Constant(divisors))
     return recipes
 
 
-def _gguf_names(files: SafetensorsFiles, arch: str, layers: int) -> dict[str, tuple[str, ...]]:
+def _gguf_names(files: SafetensorsFiles, arch: str, layers: int, partial: bool) -> dict[str, tuple[str, ...]]:
     """GGUF name -> stored names, several where GGUF stacks numbered tensors.
 
-    MissingTensorsError for names that GGUF has no word for.
+    partial: the language model is a part of what is stored. MissingTensorsError for names that GGUF has no
+    word for.
     """
     import gguf
 
@@ -150,10 +159,11 @@ def _gguf_names(files: SafetensorsFiles, arch: str, layers: int) -> dict[str, tu
     names: dict[str, dict[int, str]] = {}
     unknown = []
     for stored in files.tensors:
-        if _BUFFERS.search(stored):
+        if _BUFFERS.search(stored) or (partial and _OTHER_SENSES.match(stored)):
             continue
         numbered = _NUMBERED.search(stored)
-        name = table.get_name(_NUMBERED.sub("", stored), try_suffixes=(".weight", ".bias"))
+        plain = _NUMBERED.sub("", _LANGUAGE_PREFIX.sub("", stored) if partial else stored)
+        name = table.get_name(plain, try_suffixes=(".weight", ".bias"))
         parts = names.setdefault(name or "", {})
         number = int(numbered["number"]) if numbered else 0
         if name is None or number in parts:
