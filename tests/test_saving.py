@@ -208,3 +208,17 @@ def test_what_cannot_be_saved_is_refused(model_file, tmp_path):
     with pytest.raises(rt.FormatError, match=r"does not know layers\.1\.mlp\.adapter\.weight"):
         rt.save(model, tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.gpu
+def test_saved_from_a_gpu_and_loaded_there_with_room_for_a_batch(model_file, pristine, tmp_path):
+    model, tokenizer = rt.load(model_file, device="cuda", dtype="float32")
+    rt.save(model, tmp_path / "saved", max_shard_size=SHARD)
+    assert contents(tmp_path / "saved") == contents(pristine)
+    again, _ = rt.load(tmp_path / "saved", device="cuda", dtype="float32", batch_size=4)
+    (state,) = again.gpu_states._idle
+    before = state.cache._keys.data_ptr(), state.workspace.stats
+    ids = torch.tensor([tokenizer.encode(PROMPT)] * 4)
+    expected = model.generate(ids, max_new_tokens=8, eos_token_id=[])
+    assert torch.equal(again.generate(ids, max_new_tokens=8, eos_token_id=[]), expected)
+    assert (state.cache._keys.data_ptr(), state.workspace.stats) == before

@@ -4,15 +4,17 @@ import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from realizar_torch.checkpoint.chat_template import ChatTemplate
 from realizar_torch.checkpoint.gguf_errors import complaint
 from realizar_torch.checkpoint.json_files import read_json, read_text
 from realizar_torch.checkpoint.token_kinds import Kind, correct_kinds
 from realizar_torch.checkpoint.tokenizer import Tokenizer
 from realizar_torch.checkpoint.tokenizer_metadata import TokenizerMetadata
 from realizar_torch.errors import CheckpointError, FormatError, UnsupportedArchitectureError
+
+if TYPE_CHECKING:
+    from realizar_torch.checkpoint.chat_template import ChatTemplate
 
 # The first key is of the GGUF specification; the others carry what stands in the files beside tokenizer.json.
 TOKENIZER_JSON = "tokenizer.huggingface.json"
@@ -210,7 +212,9 @@ class JsonDetokenizer:
 
 
 @functools.lru_cache(maxsize=4)
-def _compiled(source: str) -> ChatTemplate:
+def _compiled(source: str) -> "ChatTemplate":
+    from realizar_torch.checkpoint.chat_template import ChatTemplate
+
     return ChatTemplate(source)
 
 
