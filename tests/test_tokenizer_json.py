@@ -144,6 +144,17 @@ def test_chat_templates_render_as_transformers_renders_them(directory, bpe):
         bpe.apply_chat_template(messages)
 
 
+def test_the_template_may_end_turns_by_a_token_that_no_file_names(directory):
+    library = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    library.add_special_tokens([AddedToken("<|done|>", special=True)])
+    library.add_tokens([AddedToken("<shown>")])
+    template = "{% for m in messages %}{{ m.content }}<shown>TOKEN{% endfor %}"
+    for token, expected in (("<|done|>", (273,)), ("<|im_end|>", ()), ("", ())):
+        text = template.replace("TOKEN", token)
+        tokenizer = JsonTokenizer(library.to_str(), {"eos_token": "<|im_end|>"}, chat_template=text)
+        assert tokenizer.turn_end_ids == expected
+
+
 @pytest.mark.parametrize("form", ["jinja", "config", "named", "none"])
 def test_where_a_template_may_stand(directory, form):
     (directory / "chat_template.jinja").unlink()

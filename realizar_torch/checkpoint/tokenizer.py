@@ -9,15 +9,12 @@ from realizar_torch.checkpoint.sentence_piece import SentencePiece
 from realizar_torch.checkpoint.special_tokens import SpecialTokens
 from realizar_torch.checkpoint.token_kinds import Kind
 from realizar_torch.checkpoint.tokenizer_metadata import TokenizerMetadata
+from realizar_torch.checkpoint.turn_end import find_turn_end
 from realizar_torch.checkpoint.vocabulary import BYTE_LEVEL, Vocabulary
-from realizar_torch.errors import FormatError, RealizarError, UnsupportedArchitectureError
+from realizar_torch.errors import FormatError, UnsupportedArchitectureError
 
 if TYPE_CHECKING:
     from realizar_torch.checkpoint.chat_template import ChatTemplate
-
-
-# Messages for a look at what a template puts behind an answer.
-_QUESTION, _ANSWER = "What is the question?", "This is the answer."
 
 
 class Tokenizer:
@@ -78,23 +75,8 @@ class Tokenizer:
 
     @property
     def turn_end_ids(self) -> tuple[int, ...]:
-        """The control token by which the chat template ends an answer, unless one of `eos_token_ids` does.
-
-        Not every file names it: a template may end answers by a token of its own, or only by the next turn's
-        beginning. Empty without a template.
-        """
-        question, answer = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}
-        for messages in ([question, answer], [question, answer, question]):
-            try:
-                chat = self.apply_chat_template(messages, add_generation_prompt=False, tokenize=False)
-            except RealizarError:
-                continue
-            following = str(chat).partition(_ANSWER)[2].partition(_QUESTION)[0]
-            ids = self.encode(following, add_special_tokens=False, parse_special=True)
-            control = [token for token in ids if self.vocabulary.kinds[token] == Kind.CONTROL]
-            if control:
-                return () if set(control) & set(self.eos_token_ids) else (control[0],)
-        return ()
+        """The control token by which the chat template ends an answer, unless one of `eos_token_ids` does."""
+        return find_turn_end(self, lambda token: self.vocabulary.kinds[token] == Kind.CONTROL)
 
     @property
     def pad_token_id(self) -> int | None:

@@ -11,6 +11,7 @@ from realizar_torch.checkpoint.json_files import read_json, read_text
 from realizar_torch.checkpoint.token_kinds import Kind, correct_kinds
 from realizar_torch.checkpoint.tokenizer import Tokenizer
 from realizar_torch.checkpoint.tokenizer_metadata import TokenizerMetadata
+from realizar_torch.checkpoint.turn_end import find_turn_end
 from realizar_torch.errors import CheckpointError, FormatError, UnsupportedArchitectureError
 
 if TYPE_CHECKING:
@@ -94,6 +95,11 @@ class JsonTokenizer:
         known = correct_kinds(kinds, vocabulary, TokenizerMetadata({}), self.eos_token_id)
         stated = (identifier for identifier in end_ids if 0 <= identifier < self.vocab_size)
         self.eos_token_ids: tuple[int, ...] = tuple(sorted({*known, *stated}))
+
+    @property
+    def turn_end_ids(self) -> tuple[int, ...]:
+        """The special token by which the chat template ends an answer, unless one of `eos_token_ids` does."""
+        return find_turn_end(self, self.is_special)
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], source: str = "tokenizer.json") -> "JsonTokenizer":
