@@ -14,6 +14,7 @@ from torch import Tensor
 from realizar_torch.errors import FormatError
 from realizar_torch.ops import autocast as autocast
 from realizar_torch.ops import autograd as autograd
+from realizar_torch.ops import batching as batching
 from realizar_torch.ops import cpu as cpu
 from realizar_torch.ops import cuda as cuda
 from realizar_torch.ops import derivatives
