@@ -16,7 +16,7 @@ from realizar_torch.formats import PACKED_FORMATS
 ROOT = Path(__file__).resolve().parent.parent
 # each room may import from the rooms above it and from itself
 LEVELS = (
-    {"errors", "user_cache"},
+    {"errors", "user_cache", "caller"},
     {"formats", "metrics"},
     {"reference", "encode", "format_plan", "packing", "checkpoint"},
     {"triton_kernels", "cpu_kernels"},

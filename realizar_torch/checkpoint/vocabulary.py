@@ -5,13 +5,13 @@ where llama.cpp takes token 11, which was Falcon's.
 """
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from realizar_torch.caller import warn_caller
 from realizar_torch.checkpoint.pretokenizers import DEFAULT_PRE, PreTokenizer, get_pretokenizer
 from realizar_torch.checkpoint.token_kinds import Kind, correct_kinds
 from realizar_torch.checkpoint.tokenizer_metadata import TokenizerMetadata
@@ -87,10 +87,9 @@ class Vocabulary:
 def _pretokenizer(entries: TokenizerMetadata) -> PreTokenizer:
     name = entries.get("pre")
     if name is None:
-        warnings.warn(
+        warn_caller(
             f"the file names no pre-tokenizer (tokenizer.ggml.pre), so {DEFAULT_PRE!r} is used, as in "
-            "llama.cpp: text may be cut where it was not in training; convert the file again",
-            stacklevel=4,
+            "llama.cpp: text may be cut where it was not in training; convert the file again"
         )
         name = DEFAULT_PRE
     return get_pretokenizer(name)

@@ -1,9 +1,9 @@
 """What a model needs to decode on a GPU, kept between requests so that addresses and graphs stay valid."""
 
 import itertools
-import warnings
 from typing import Any
 
+from realizar_torch.caller import warn_caller
 from realizar_torch.generation.gpu_step import GpuStep, why_not
 from realizar_torch.generation.graph import DecodeGraph
 from realizar_torch.generation.workspace import Workspace
@@ -41,7 +41,7 @@ class GpuState:
         reason = why_not(model, self.cache)
         if reason is not None:
             self.decoder = None
-            warnings.warn(f"decoding runs module by module, which is slower: {reason}", stacklevel=3)
+            warn_caller(f"decoding runs module by module, which is slower: {reason}")
             return
         identity = _identity(model)
         if identity != self._identity:

@@ -1,13 +1,13 @@
 """A generation request: every argument of ``generate`` checked before anything is computed."""
 
 import operator
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from realizar_torch.caller import warn_caller
 from realizar_torch.errors import BackendUnavailableError, CacheFullError, FormatError
 from realizar_torch.generation.prefix import PrefixCache
 from realizar_torch.generation.sampling import SamplingParams
@@ -65,11 +65,7 @@ def make_request(
     """
     sampling = SamplingParams(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
     if not do_sample and (temperature not in (0, 1) or top_k or top_p != 1 or min_p):
-        warnings.warn(
-            "temperature, top_k, top_p and min_p have no effect without do_sample=True",
-            UserWarning,
-            stacklevel=3,
-        )
+        warn_caller("temperature, top_k, top_p and min_p have no effect without do_sample=True")
     if cuda_graph not in (True, False, "auto"):
         raise FormatError(f"cuda_graph is {cuda_graph!r}; expected True, False or 'auto'")
     if cuda_graph is True and torch.device(model.device).type != "cuda":
@@ -229,11 +225,9 @@ def _mask_of_leading_pads(
     if bool(text.all()):
         return None
     if pad_token_id in eos_token_ids:
-        warnings.warn(
+        warn_caller(
             f"rows begin with token {pad_token_id}, which is both padding and a stop token, and without an "
-            "attention_mask it is read as text",
-            UserWarning,
-            stacklevel=4,
+            "attention_mask it is read as text"
         )
         return None
     return _checked_mask(text, input_ids)

@@ -1,11 +1,11 @@
 """prefill and decode_step: the one pair that every loop calls, over a DecodeState."""
 
 import functools
-import warnings
 
 import torch
 from torch import Tensor
 
+from realizar_torch.caller import warn_caller
 from realizar_torch.errors import FormatError
 from realizar_torch.generation.cpu_step import CpuStep, why_not
 from realizar_torch.generation.gpu_state import GpuState
@@ -34,7 +34,7 @@ class DecodeState:
         reason = why_not(model, self.cache)
         self.fused = None if reason else CpuStep(model, self.cache, self.workspace)
         if reason and model.device.type == "cpu":
-            warnings.warn(f"decoding runs module by module, which is slower: {reason}", stacklevel=3)
+            warn_caller(f"decoding runs module by module, which is slower: {reason}")
 
     def close(self) -> None:
         """Ends the generation."""

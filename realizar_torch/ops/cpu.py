@@ -1,10 +1,10 @@
 """The ops on CPUs: Numba kernels, or torch ops with one warning where Numba cannot be used."""
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
+from realizar_torch.caller import warn_caller
 from realizar_torch.ops import bodies, torch_kernels
 from realizar_torch.ops.library import LIBRARY
 from realizar_torch.ops.recording import recorded
@@ -22,9 +22,8 @@ def kernels() -> bodies.Kernels:
         reason = str(error)
     if reason is None:
         return launch
-    warnings.warn(
-        f"the Numba kernels cannot be used ({reason}); packed weights run in torch ops, many times slower",
-        stacklevel=2,
+    warn_caller(
+        f"the Numba kernels cannot be used ({reason}); packed weights run in torch ops, many times slower"
     )
     return torch_kernels
 

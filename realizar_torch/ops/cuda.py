@@ -4,13 +4,13 @@ Weights are taken in any layout, at any even address. Without Triton: torch ops,
 """
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from realizar_torch.caller import warn_caller
 from realizar_torch.formats import BlockFormat, get_packed_format
 from realizar_torch.ops import bodies, checks, torch_kernels
 from realizar_torch.ops.arguments import NormLinear
@@ -183,10 +183,8 @@ def _padded(spec: BlockFormat, in_features: int) -> int:
 
 @functools.cache
 def _warn_of_torch_ops() -> None:
-    warnings.warn(
-        f"the Triton kernels cannot be used ({problem()}); packed weights run in torch ops, "
-        "many times slower",
-        stacklevel=4,
+    warn_caller(
+        f"the Triton kernels cannot be used ({problem()}); packed weights run in torch ops, many times slower"
     )
 
 

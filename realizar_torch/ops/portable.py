@@ -1,22 +1,19 @@
 """The ops on devices without kernels of their own: torch ops, with one warning per device type."""
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from realizar_torch.caller import warn_caller
 from realizar_torch.ops import bodies, torch_kernels
 from realizar_torch.ops.library import LIBRARY
 
 
 @functools.cache
 def _warn(device_type: str) -> None:
-    warnings.warn(
-        f"no kernels for {device_type} devices: packed weights run in torch ops, many times slower",
-        stacklevel=3,
-    )
+    warn_caller(f"no kernels for {device_type} devices: packed weights run in torch ops, many times slower")
 
 
 def _implementation(body: Callable[..., Any]) -> Callable[..., Any]:
