@@ -59,18 +59,17 @@ def register(
 
             with enable_single_level_autograd_function():
                 return function.apply(*args, (keyset, kwargs))
-        if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+        if wanted(*args):
             return function.apply(*args, (keyset, kwargs))
         return below(keyset, args, kwargs)
 
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
 
-def wanted(*tensors: Tensor | None) -> bool:
-    """Whether a derivative with respect to one of ``tensors`` is being taken, in either mode."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present):
+def wanted(*values: Any) -> bool:
+    """Whether a derivative with respect to a tensor among ``values`` is being taken, in either mode."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
-    if forward_ad._current_level < 0:
-        return False
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in present)
+    # outside forward mode no tensor has a tangent
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
