@@ -5,6 +5,9 @@ every sub-block fp32 ``[16]`` row scales, followed by ``[16]`` row minima if the
 ``w = scale * (u - offset)`` or ``w = scale * u - minimum``.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -39,6 +42,9 @@ from realizar_torch.cpu_kernels.simd import (
 )
 from realizar_torch.cpu_kernels.simd_unpack import pair_f32x16
 from realizar_torch.formats import Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
+
+# What unsigned weights are too large by; affine formats have a minimum instead.
+OFFSETS = MappingProxyType({"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q3_K": 4, "Q6_K": 32})
 
 PANEL_WEIGHTS = 512
 PANEL_BYTES = 16 * PANEL_WEIGHTS
@@ -122,17 +128,15 @@ def _scales_q2_k(block, words):
 
 
 @intrinsic
-def _transpose(typing_context, source, target, stride):
-    """Transpose 16 × 16 words of 32 bits, from rows 64 bytes apart to rows ``stride`` bytes apart."""
+def _transpose(typing_context, source, source_stride, target, stride):
+    """Transpose 16 × 16 words of 32 bits between rows ``source_stride`` and ``stride`` bytes apart."""
 
     def generate(context, builder, signature, arguments):
         # shared code: inlined into every format it would multiply the compile time
         builder.function.attributes.add("noinline")
-        source, target, stride = arguments
-        rows = [
-            builder.load(pointer_at(builder, I32x16.llvm, source, ir.IntType(64)(64 * i)), align=1)
-            for i in range(16)
-        ]
+        source, source_stride, target, stride = arguments
+        places = [builder.add(source, builder.mul(source_stride, ir.IntType(64)(i))) for i in range(16)]
+        rows = [builder.load(pointer_at(builder, I32x16.llvm, place), align=1) for place in places]
         for distance in (1, 2, 4, 8):
             for i in (i for i in range(16) if not i & distance):
                 upper, lower = rows[i], rows[i + distance]
@@ -145,13 +149,13 @@ def _transpose(typing_context, source, target, stride):
             builder.store(row, pointer_at(builder, I32x16.llvm, target), align=1)
             target = builder.add(target, stride)
 
-    return types.void(*[types.int64] * 3), generate
+    return types.void(*[types.int64] * 4), generate
 
 
 @jit(device=True)
-def transpose_16x16(source, target, stride):
+def transpose_16x16(source, source_stride, target, stride):
     """``_transpose`` as a function that all formats share."""
-    _transpose(source, target, stride)
+    _transpose(source, source_stride, target, stride)
 
 
 def _legacy_panel(fmt, unpack):
@@ -178,12 +182,12 @@ def _legacy_panel(fmt, unpack):
                 if affine:
                     store_f32(target + 64, -load_f16(first, m))
                     store_f32(target + scale_bytes + 64, -load_f16(second, m))
-            transpose_16x16(words, panel + 1024 * pair, 64)
+            transpose_16x16(words, 64, panel + 1024 * pair, 64)
 
     return fill
 
 
-def _k_panel(fmt, chunk, load_scales, scale_and_minimum_apart):
+def _k_panel(fmt, chunk, load_scales, scale_and_minimum_apart=False):
     """The same for super-blocks of 256 weights; Q2_K has 16 scales apart from 16 minima."""
     size = fmt.block_bytes
 
@@ -198,57 +202,33 @@ def _k_panel(fmt, chunk, load_scales, scale_and_minimum_apart):
                 load_scales(start, words + 64 * row)
             if scale_and_minimum_apart:
                 target = scales + 2048 * (block - first_block)
-                transpose_16x16(words, target, 128)
-                transpose_16x16(words + 1024, target + 64, 128)
+                transpose_16x16(words, 64, target, 128)
+                transpose_16x16(words + 1024, 64, target + 64, 128)
             else:
-                transpose_16x16(words, scales + 1024 * (block - first_block), 64)
+                transpose_16x16(words, 64, scales + 1024 * (block - first_block), 64)
         # one loop over all chunks: unrolled by four it would only make code
         for i in range(4 * (last_block - first_block)):
             for row in range(n_rows):
                 start = rows + row * row_bytes + size * (first_block + i // 4)
                 store(words, chunk(start, i % 4), 64 * row)
-            transpose_16x16(words, panel + 1024 * i, 64)
+            transpose_16x16(words, 64, panel + 1024 * i, 64)
 
     return fill
 
 
-_fill_q4_0, _fill_q4_1 = _legacy_panel(Q4_0, pair_q4_0), _legacy_panel(Q4_1, pair_q4_1)
-_fill_q5_0, _fill_q5_1 = _legacy_panel(Q5_0, pair_q5_0), _legacy_panel(Q5_1, pair_q5_1)
-_fill_q8_0 = _legacy_panel(Q8_0, _pair_q8_0)
-_fill_q2_k = _k_panel(Q2_K, _chunk_q2_k, _scales_q2_k, True)
-_fill_q3_k = _k_panel(Q3_K, _chunk_q3_k, _scales_q3_k, False)
-_fill_q4_k = _k_panel(Q4_K, _chunk_q4_k, _affine_scales(Q4_K), False)
-_fill_q5_k = _k_panel(Q5_K, _chunk_q5_k, _affine_scales(Q5_K), False)
-_fill_q6_k = _k_panel(Q6_K, _chunk_q6_k, _scales_q6_k, False)
-
-_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0 = (f.ggml_type for f in (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0))
-_Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K = (f.ggml_type for f in (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K))
-
-
-@jit(device=True)
-def fill_panel(ggml_type, rows, row_bytes, n_rows, first_block, last_block, panel, scales):
-    """Decode blocks ``first_block`` to ``last_block`` of up to 16 rows; lanes of absent rows are undefined.
-
-    ``rows``: address of the first row. ``panel``, ``scales``: addresses of PANEL_BYTES and SCALE_BYTES bytes.
-    """
-    rest = (rows, row_bytes, n_rows, first_block, last_block, panel, scales)
-    if ggml_type == _Q4_1:
-        _fill_q4_1(*rest)
-    elif ggml_type == _Q8_0:
-        _fill_q8_0(*rest)
-    elif ggml_type == _Q5_0:
-        _fill_q5_0(*rest)
-    elif ggml_type == _Q4_K:
-        _fill_q4_k(*rest)
-    elif ggml_type == _Q6_K:
-        _fill_q6_k(*rest)
-    elif ggml_type == _Q4_0:
-        _fill_q4_0(*rest)
-    elif ggml_type == _Q5_K:
-        _fill_q5_k(*rest)
-    elif ggml_type == _Q5_1:
-        _fill_q5_1(*rest)
-    elif ggml_type == _Q3_K:
-        _fill_q3_k(*rest)
-    elif ggml_type == _Q2_K:
-        _fill_q2_k(*rest)
+# ``fill`` of every format: decode blocks ``first_block`` to ``last_block`` of up to 16 rows, the first of
+# which is at ``rows``, into PANEL_BYTES and SCALE_BYTES bytes; lanes of absent rows are undefined.
+FILLERS: Mapping[str, object] = MappingProxyType(
+    {
+        "Q4_0": _legacy_panel(Q4_0, pair_q4_0),
+        "Q4_1": _legacy_panel(Q4_1, pair_q4_1),
+        "Q5_0": _legacy_panel(Q5_0, pair_q5_0),
+        "Q5_1": _legacy_panel(Q5_1, pair_q5_1),
+        "Q8_0": _legacy_panel(Q8_0, _pair_q8_0),
+        "Q2_K": _k_panel(Q2_K, _chunk_q2_k, _scales_q2_k, scale_and_minimum_apart=True),
+        "Q3_K": _k_panel(Q3_K, _chunk_q3_k, _scales_q3_k),
+        "Q4_K": _k_panel(Q4_K, _chunk_q4_k, _affine_scales(Q4_K)),
+        "Q5_K": _k_panel(Q5_K, _chunk_q5_k, _affine_scales(Q5_K)),
+        "Q6_K": _k_panel(Q6_K, _chunk_q6_k, _scales_q6_k),
+    }
+)

@@ -12,10 +12,12 @@ import sys
 import torch
 from torch import Tensor
 
-from realizar_torch.cpu_kernels import pool, row_kernels
+from realizar_torch.cpu_kernels import matmul_float, pool, row_kernels
+from realizar_torch.cpu_kernels.activation_panel import COLUMNS
 from realizar_torch.cpu_kernels.checks import check_output, check_tensor, check_weight
+from realizar_torch.cpu_kernels.int8_matmul import kind_of_sums
+from realizar_torch.cpu_kernels.int8_tile import TILE_ROWS
 from realizar_torch.cpu_kernels.jit import jit
-from realizar_torch.cpu_kernels.matmul_float import LANES, TILE_ROWS, matmul_tiles
 from realizar_torch.cpu_kernels.matmul_int8 import STATE_BYTES, matmul_int8_tiles
 from realizar_torch.cpu_kernels.matvec import gate_up_tiles, matvec_tiles
 from realizar_torch.cpu_kernels.memory import store_i64
@@ -200,11 +202,11 @@ def _matmul_float(
 ) -> None:
     """``_product`` of several fp32 vectors."""
     rows = weight.shape[0]
-    x = torch.nn.functional.pad(vectors.tensors[0], (0, -in_features % LANES)).contiguous()
+    x = torch.nn.functional.pad(vectors.tensors[0], (0, -in_features % matmul_float.LANES)).contiguous()
     threads, counter = threads_for(vectors.count * rows * in_features), ctypes.c_int64()
-    scratch = torch.empty(threads, TILE_ROWS, x.shape[1])
+    scratch = torch.empty(threads, matmul_float.TILE_ROWS, x.shape[1])
     pool.run(
-        matmul_tiles,
+        matmul_float.matmul_tiles,
         threads,
         ctypes.addressof(counter),
         row_kernels.decode_row(fmt),
@@ -225,22 +227,30 @@ def _matmul_int8(
     out: Tensor, vectors: Vectors, weight: Tensor, fmt: str, in_features: int, bias: int
 ) -> None:
     """``_product`` of several quantized vectors."""
-    rows, (_, _, sums) = weight.shape[0], vectors.tensors
-    aux, state = torch.empty_like(sums), torch.zeros(STATE_BYTES // 8, dtype=torch.int64)
+    rows, width, count = weight.shape[0], vectors.strides[0], vectors.count
+    threads = threads_for(count * rows * in_features)
+    columns, kind = -(-count // COLUMNS) * COLUMNS, kind_of_sums(fmt)
+    state = torch.zeros(STATE_BYTES // 8, dtype=torch.int64)
+    q = torch.empty(-(-width // 64), columns, 64, dtype=torch.int8)
+    scale, sums = torch.empty(width // BLOCK, columns), torch.empty(kind + 1, width // 16, columns)
+    tiles = torch.empty(threads, columns, TILE_ROWS)
     pool.run(
         matmul_int8_tiles,
-        threads_for(vectors.count * rows * in_features),
+        threads,
         state.data_ptr(),
-        get_packed_format(fmt).ggml_type,
         row_kernels.int8_matmul(fmt),
+        1 << kind,
         weight.data_ptr(),
         weight.shape[1],
         rows,
-        in_features,
-        vectors.strides[0],
-        vectors.count,
-        *vectors.addresses,
-        aux.data_ptr(),
+        width,
+        count,
+        columns,
+        *vectors.addresses[:2],
+        q.data_ptr(),
+        scale.data_ptr(),
+        sums.data_ptr(),
+        tiles.data_ptr(),
         bias,
         out.data_ptr(),
     )

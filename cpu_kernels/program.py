@@ -51,6 +51,9 @@ INSTRUCTION = np.dtype(
         ("second_row_bytes", np.int64),
         ("second_bias", np.int64),
         ("activation", np.int64),
+        # prompt pass: the panel a linear reads, and the kinds of sums that readers of what this writes need
+        ("panel", np.int64),
+        ("kinds", np.int64),
         ("gamma", np.int64),
         ("post_gamma", np.int64),
         ("second_gamma", np.int64),
@@ -97,6 +100,52 @@ CONTEXT = np.dtype(
         ("sin", np.int64),
         ("scores", np.int64),
         ("tile", np.int64),
+    ],
+    align=True,
+)
+
+# The same for a prompt pass, whose memory is shared by all threads but for a thread's tiles and scores.
+PROMPT_CONTEXT = np.dtype(
+    [
+        # columns in this pass, and room for them: a multiple of activation_panel.COLUMNS
+        ("used", np.int64),
+        ("columns", np.int64),
+        # int64 [columns]: token, sequence, slot of the cache; int64 [n_blocks][2]: first column, columns
+        ("tokens", np.int64),
+        ("sequences", np.int64),
+        ("slots", np.int64),
+        ("blocks", np.int64),
+        ("n_blocks", np.int64),
+        ("starts", np.int64),
+        ("counters", np.int64),
+        ("barrier", np.int64),
+        ("frequencies", np.int64),
+        ("ropes", np.int64),
+        # 1: activations are bf16 panels; 0: int8 ones
+        ("bf16", np.int64),
+        ("heads", np.int64),
+        ("kv_heads", np.int64),
+        ("head_dim", np.int64),
+        ("hidden", np.int64),
+        ("max_positions", np.int64),
+        # fp32 [columns][hidden] and [columns][ropes][head_dim / 2]
+        ("residual", np.int64),
+        ("cos", np.int64),
+        ("sin", np.int64),
+        # two activation panels; offsets of scales and sums in a panel
+        ("panels", np.int64),
+        ("panel_bytes", np.int64),
+        ("scales", np.int64),
+        ("sums", np.int64),
+        # a thread's own memory
+        ("arena", np.int64),
+        ("arena_stride", np.int64),
+        ("row", np.int64),
+        ("tile", np.int64),
+        ("second_tile", np.int64),
+        ("scores", np.int64),
+        ("transposed", np.int64),
+        ("last_rows", np.int64),
     ],
     align=True,
 )

@@ -5,8 +5,8 @@
 ``out[row] = sum_k w[row, k] * x[k]`` in fp32 for ``first_row <= row < last_row`` and ``k < width``.
 ``weight`` and ``out`` are the addresses of row 0. Float kernels take fp32 ``x [width]`` and ignore ``scale``
 and ``sums``; int8 kernels take one vector of ``reference.quantize_activations`` (``x`` is its ``q``).
-``int8_matmul`` is ``matmul_rows`` of ``int8_matmul.py`` without its format, and with ``width`` in place of
-blocks. ``decode_row`` has the signature ``(row, count, target)``: the first ``count`` weights as fp32.
+``int8_matmul`` and ``bf16_matmul`` are ``matmul_tile_of`` and ``bf16_tile_of`` for this CPU. ``decode_row``
+has the signature ``(row, count, target)``: the first ``count`` weights as fp32.
 """
 
 import functools
@@ -14,14 +14,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from realizar_torch.cpu_kernels import float_rows as floats
+from realizar_torch.cpu_kernels.bf16_matmul import bf16_tile_of
 from realizar_torch.cpu_kernels.decode import ROW_DECODERS
 from realizar_torch.cpu_kernels.int8_k import dot_q2_k, dot_q3_k, dot_q4_k, dot_q5_k, dot_q6_k
 from realizar_torch.cpu_kernels.int8_legacy import dot_q4_0, dot_q4_1, dot_q5_0, dot_q5_1, dot_q8_0
-from realizar_torch.cpu_kernels.int8_matmul import matmul_rows
+from realizar_torch.cpu_kernels.int8_matmul import matmul_tile_of
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import store_f32
 from realizar_torch.cpu_kernels.native import address_of
-from realizar_torch.cpu_kernels.targets import host_target
+from realizar_torch.cpu_kernels.targets import best_target
 from realizar_torch.formats import get_packed_format
 
 _INT8_DOTS: Mapping[str, object] = MappingProxyType(
@@ -68,11 +69,11 @@ def int8_rows_of(fmt: str) -> object:
 @functools.cache
 def int8_rows(fmt: str) -> int:
     """Address of the int8 kernel of a format, for the best target of this CPU."""
-    rows = int8_rows_of(fmt)
+    rows, target = int8_rows_of(fmt), best_target()
 
     @jit
     def int8_rows_kernel(weight, row_bytes, first_row, last_row, width, q, scale, sums, out):
-        rows(host_target(), weight, row_bytes, first_row, last_row, width, q, scale, sums, out)
+        rows(target, weight, row_bytes, first_row, last_row, width, q, scale, sums, out)
 
     return address_of(int8_rows_kernel, 9)
 
@@ -80,18 +81,25 @@ def int8_rows(fmt: str) -> int:
 @functools.cache
 def int8_matmul(fmt: str) -> int:
     """Address of the int8 kernel of a format for several vectors, for the best target of this CPU."""
-    spec = get_packed_format(fmt)
-    ggml_type, block_size = spec.ggml_type, spec.block_size
+    tile, target = matmul_tile_of(fmt), best_target()
 
     @jit
-    def int8_matmul_kernel(
-        weight, row_bytes, first_row, last_row, width, columns, q, scale, aux, out, out_stride
-    ):
-        blocks = (width + block_size - 1) // block_size
-        rest = (weight, row_bytes, first_row, last_row, blocks, columns, q, scale, aux, out, out_stride)
-        matmul_rows(host_target(), ggml_type, *rest)
+    def int8_matmul_kernel(weight, row_bytes, rows, width, used, columns, q, scale, sums, out):
+        tile(target, weight, row_bytes, rows, width, used, columns, q, scale, sums, out)
 
-    return address_of(int8_matmul_kernel, 11)
+    return address_of(int8_matmul_kernel, 10)
+
+
+@functools.cache
+def bf16_matmul(fmt: str) -> int:
+    """Address of the bf16 kernel of a format; the arguments are those of ``int8_matmul``, with bf16 ``q``."""
+    tile = bf16_tile_of(fmt)
+
+    @jit
+    def bf16_matmul_kernel(weight, row_bytes, rows, width, used, columns, x, scale, sums, out):
+        tile(weight, row_bytes, rows, width, used, columns, x, out)
+
+    return address_of(bf16_matmul_kernel, 10)
 
 
 @functools.cache

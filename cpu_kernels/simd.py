@@ -16,11 +16,11 @@ from numba.extending import intrinsic, lower_builtin, models, register_model
 from realizar_torch.cpu_kernels.memory import pointer_at
 
 I32 = ir.IntType(32)
-_LLVM = {"u8": ir.IntType(8), "i8": ir.IntType(8), "i32": I32, "f32": ir.FloatType()}
+_LLVM = {"u8": ir.IntType(8), "i8": ir.IntType(8), "u16": ir.IntType(16), "i32": I32, "f32": ir.FloatType()}
 
 
 class Vector(types.Type):
-    """``lanes`` values of ``element`` (u8, i8, i32 or f32) in vector registers."""
+    """``lanes`` values of ``element`` (u8, i8, u16, i32 or f32) in vector registers."""
 
     def __init__(self, element: str, lanes: int):
         self.element = element
@@ -39,6 +39,7 @@ class _VectorModel(models.PrimitiveModel):
 
 
 U8x16, U8x32, U8x64, I8x64 = Vector("u8", 16), Vector("u8", 32), Vector("u8", 64), Vector("i8", 64)
+U16x16 = Vector("u16", 16)
 I32x16, F32x4, F32x8, F32x16 = Vector("i32", 16), Vector("f32", 4), Vector("f32", 8), Vector("f32", 16)
 
 
@@ -214,15 +215,27 @@ def converter(name, source, result, convert):
     return intrinsic(conversion)
 
 
-def _halving_sum(builder, value, _):
-    """Sum of all lanes in a fixed order: upper half onto lower half until one lane is left."""
-    lanes = value.type.count
-    while lanes > 1:
-        lanes //= 2
-        upper = select_lanes(builder, value, value, range(lanes, 2 * lanes))
-        lower = select_lanes(builder, value, value, range(lanes))
-        value = builder.fadd(lower, upper)
-    return builder.extract_element(value, I32(0))
+def _folding(combine):
+    """All lanes in a fixed order: upper half onto lower half until one lane is left."""
+
+    def fold(builder, value, _):
+        lanes = value.type.count
+        while lanes > 1:
+            lanes //= 2
+            upper = select_lanes(builder, value, value, range(lanes, 2 * lanes))
+            lower = select_lanes(builder, value, value, range(lanes))
+            value = combine(builder, lower, upper)
+        return builder.extract_element(value, I32(0))
+
+    return fold
+
+
+def _larger(builder, a, b):
+    """In each lane ``a if a > b else b``."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+_sum = _folding(lambda builder, a, b: builder.fadd(a, b))
 
 
 def _halving(name, operation):
@@ -239,11 +252,14 @@ sum_i32x16, max_i32x16 = _halving("sum_i32x16", "add"), _halving("max_i32x16", "
 bits_of_f32x16 = converter("bits_of_f32x16", F32x16, I32x16, lambda b, v, t: b.bitcast(v, t))
 f32x16_of_bits = converter("f32x16_of_bits", I32x16, F32x16, lambda b, v, t: b.bitcast(v, t))
 low_bytes = converter("low_bytes", I32x16, U8x16, lambda b, v, t: b.trunc(v, t))
+low_halves = converter("low_halves", I32x16, U16x16, lambda b, v, t: b.trunc(v, t))
 to_f32x16 = converter("to_f32x16", I32x16, F32x16, lambda b, v, t: b.sitofp(v, t))
 as_i8x64 = converter("as_i8x64", U8x64, I8x64, lambda b, v, t: v)
-sum_f32x8 = converter("sum_f32x8", F32x8, types.float32, _halving_sum)
-sum_f32x16 = converter("sum_f32x16", F32x16, types.float32, _halving_sum)
+sum_f32x8 = converter("sum_f32x8", F32x8, types.float32, _sum)
+sum_f32x16 = converter("sum_f32x16", F32x16, types.float32, _sum)
+max_f32x16 = converter("max_f32x16", F32x16, types.float32, _folding(_larger))
 u8x16_to_f32x16 = converter("u8x16_to_f32x16", U8x16, F32x16, lambda b, v, t: b.uitofp(v, t))
+i8x16_to_i32x16 = converter("i8x16_to_i32x16", U8x16, I32x16, lambda b, v, t: b.sext(v, t))
 i8x16_to_f32x16 = converter("i8x16_to_f32x16", U8x16, F32x16, lambda b, v, t: b.sitofp(v, t))
 
 

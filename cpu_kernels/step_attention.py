@@ -11,6 +11,7 @@ from realizar_torch.cpu_kernels.attention import attend
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import load_f32, load_i64, store_f32
 from realizar_torch.cpu_kernels.norm import rms_norm_vector
+from realizar_torch.cpu_kernels.simd import load_f32x16, store
 from realizar_torch.cpu_kernels.step_vectors import copy_row
 
 
@@ -44,14 +45,21 @@ def rotate_unit(c, i, arena, batch, b, unit, position):
         rms_norm_vector(head, c.head_dim, gamma, i.epsilon, head)
     half = c.head_dim // 2
     table = 4 * half * (i.rope * batch + b)
-    _rotate(head, arena + c.cos + table, arena + c.sin + table, half)
+    rotate(head, arena + c.cos + table, arena + c.sin + table, half)
     if not is_query:
         copy_row(head, c.head_dim, i.keys + row + (unit - c.heads) * c.max_positions * size)
 
 
 @jit(device=True)
-def _rotate(head, cos, sin, half):
-    for pair in range(half):
+def rotate(head, cos, sin, half):
+    """Rotate the pairs (i, i + half) of a head in place; 16 at a time, and the rest one by one."""
+    for chunk in range(half // 16):
+        place = 64 * chunk
+        first, second = load_f32x16(head, place), load_f32x16(head + 4 * half, place)
+        cosine, sine = load_f32x16(cos, place), load_f32x16(sin, place)
+        store(head, first * cosine - second * sine, place)
+        store(head + 4 * half, second * cosine + first * sine, place)
+    for pair in range(half // 16 * 16, half):
         first, second = load_f32(head, 4 * pair), load_f32(head + 4 * half, 4 * pair)
         cosine, sine = load_f32(cos, 4 * pair), load_f32(sin, 4 * pair)
         store_f32(head, first * cosine - second * sine, 4 * pair)

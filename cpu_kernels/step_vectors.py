@@ -5,7 +5,14 @@ import numpy as np
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import load_f32, stack_alloc, store_f32
 from realizar_torch.cpu_kernels.program import SILU as _SILU
-from realizar_torch.cpu_kernels.simd import load_f32x16, splat_f32x16, store, sum_f32x16
+from realizar_torch.cpu_kernels.simd import (
+    load_f32x16,
+    max_f32x16,
+    maximum,
+    splat_f32x16,
+    store,
+    sum_f32x16,
+)
 from realizar_torch.cpu_kernels.vector_math import exp_f32x16, gelu_tanh_f32x16, silu_f32x16
 
 _LANES = 16
@@ -42,10 +49,23 @@ def scale_row(target, count, factor):
 
 
 @jit(device=True)
+def fill_row(target, count, value):
+    """target = value."""
+    whole, values = count // _LANES, splat_f32x16(value)
+    for chunk in range(whole):
+        store(target, values, 64 * chunk)
+    for index in range(whole * _LANES, count):
+        store_f32(target, value, 4 * index)
+
+
+@jit(device=True)
 def largest(row, count):
-    """The largest value of a row; NaN is passed over, so that it shows in the sum of exponentials."""
-    result = np.float32(-np.inf)
-    for index in range(count):
+    """The largest value of a row; NaN may be passed over, so it shows in the sum of exponentials."""
+    lanes, whole = splat_f32x16(-np.inf), count // _LANES
+    for chunk in range(whole):
+        lanes = maximum(lanes, load_f32x16(row, 64 * chunk))
+    result = max_f32x16(lanes)
+    for index in range(whole * _LANES, count):
         result = max(result, load_f32(row, 4 * index))
     return result
 

@@ -1,7 +1,6 @@
 """CPU targets of the int8 kernels and the byte dot product, the one operation that differs between them.
 
 A kernel takes a target as its first argument; its type picks the instructions when the kernel is compiled.
-``host_target()`` inside a kernel is the best target of the CPU that Numba compiles for.
 """
 
 from dataclasses import dataclass
@@ -65,16 +64,6 @@ def _typeof_target(target, context):
 @lower_constant(TargetType)
 def _target_constant(context, builder, target, value):
     return context.get_dummy_value()
-
-
-@intrinsic
-def host_target(typing_context):
-    """The target of this CPU, known when the kernel is compiled."""
-
-    def generate(context, builder, signature, arguments):
-        return context.get_dummy_value()
-
-    return TargetType(best_target())(), generate
 
 
 def _halves(builder, target, vector):

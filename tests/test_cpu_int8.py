@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import mmap
 import re
 from collections.abc import Callable
@@ -27,13 +28,14 @@ numba = pytest.importorskip("numba")
 from llvmlite import binding, ir  # noqa: E402
 from numba.extending import intrinsic  # noqa: E402
 
-from realizar_torch.cpu_kernels.int8_matmul import matmul_rows, prepare_columns  # noqa: E402
+from realizar_torch.cpu_kernels.activation_panel import COLUMNS, copy_into_panel, panel_places  # noqa: E402
+from realizar_torch.cpu_kernels.int8_matmul import kind_of_sums, matmul_tile_of  # noqa: E402
 from realizar_torch.cpu_kernels.int8_quantize import quantize_blocks  # noqa: E402
 from realizar_torch.cpu_kernels.jit import jit, target_features  # noqa: E402
 from realizar_torch.cpu_kernels.memory import load_u16, store_f32  # noqa: E402
 from realizar_torch.cpu_kernels.row_kernels import int8_rows_of  # noqa: E402
 from realizar_torch.cpu_kernels.simd_unpack import half_bits_to_float  # noqa: E402
-from realizar_torch.cpu_kernels.targets import GENERIC, TARGETS, best_target, host_target  # noqa: E402
+from realizar_torch.cpu_kernels.targets import GENERIC, TARGETS, best_target  # noqa: E402
 
 RUNNABLE = [target for target in TARGETS if target.features <= target_features()]
 by_target = pytest.mark.parametrize("target", RUNNABLE, ids=lambda target: target.name)
@@ -61,13 +63,17 @@ def _matvec(target) -> Callable[..., None]:
     return run
 
 
-def _matmul(target) -> Callable[..., None]:
+@functools.cache
+def _tile(target, fmt: str) -> Callable[..., None]:
+    """A tile of rows, and the activation panel that it reads, as the launchers make it."""
+    tile, kinds = matmul_tile_of(fmt), 1 << kind_of_sums(fmt)
+
     @jit
-    def run(ggml_type, weight, row_bytes, rows, blocks, width, columns, q, scale, sums, aux, out, stride):
-        prepare_columns(ggml_type, width, 0, columns, q, sums, aux)
-        first, last = rows
-        rest = (row_bytes, first, last, blocks, columns, q, scale, aux, out, stride)
-        matmul_rows(target, ggml_type, weight, *rest)
+    def run(weight, row_bytes, rows, width, used, columns, x_q, x_scale, q, scale, sums, out):
+        for column in range(used):
+            x = (x_q + width * column, x_scale + width // 8 * column)
+            copy_into_panel(*x, width, column, columns, kinds, q, scale, sums)
+        tile(target, weight, row_bytes, rows, width, used, columns, q, scale, sums, out)
 
     return run
 
@@ -79,7 +85,7 @@ def matvec_of() -> dict:
 
 @pytest.fixture(scope="module")
 def matmul_of() -> dict:
-    return {target.name: _matmul(target) for target in RUNNABLE}
+    return {target.name: functools.partial(_tile, target) for target in RUNNABLE}
 
 
 def _matvec_product(run, fmt: str, weight: torch.Tensor, qx, cuts=()) -> torch.Tensor:
@@ -93,17 +99,21 @@ def _matvec_product(run, fmt: str, weight: torch.Tensor, qx, cuts=()) -> torch.T
     return out
 
 
-def _matmul_product(run, fmt: str, weight: torch.Tensor, qx, cuts=()) -> torch.Tensor:
-    """The product, computed into a wider matrix whose last columns must stay untouched."""
-    spec, rows, columns = FORMATS[fmt], len(weight), len(qx.q)
-    out, aux = torch.full((columns, rows + 3), -7.0), torch.empty(columns, qx.sums.shape[1])
-    addresses = [part.data_ptr() for part in (qx.q, qx.scale, qx.sums, aux, out)]
-    n_blocks, row_bytes = weight.shape[1] // spec.block_bytes, weight.shape[1]
-    for share in zip((0, *cuts), (*cuts, rows), strict=True):
-        shape = (n_blocks, qx.q.shape[1], columns)
-        run(spec.ggml_type, weight.data_ptr(), row_bytes, share, *shape, *addresses, out.stride(0) * 4)
-    assert (out[:, rows:] == -7).all()
-    return out[:, :rows].contiguous()
+def _matmul_product(tile_of, fmt: str, weight: torch.Tensor, qx, cuts=()) -> torch.Tensor:
+    """The product, tile by tile; panels are filled with garbage first."""
+    rows, columns, width = len(weight), len(qx.q), qx.q.shape[1]
+    padded = -(-columns // COLUMNS) * COLUMNS
+    scales, sums, nbytes = panel_places(width, padded, bf16=False)
+    panel = torch.randint(256, (nbytes,), dtype=torch.uint8)
+    panel_at = panel.data_ptr()
+    product, edges = [], sorted({*range(0, rows, 32), *cuts, rows})
+    for first, last in itertools.pairwise(edges):
+        out = torch.full((padded, 32), torch.nan)
+        shape = (weight.shape[1], last - first, width, columns, padded)
+        x = (qx.q.data_ptr(), qx.scale.data_ptr(), panel_at, panel_at + scales, panel_at + sums)
+        tile_of(fmt)(weight[first:].data_ptr(), *shape, *x, out.data_ptr())
+        product.append(out[:columns, : last - first])
+    return torch.cat(product, dim=1).contiguous()
 
 
 def _case(fmt: str, rows: int, blocks: int, columns: int):
@@ -206,24 +216,27 @@ class _GuardedPage:
 def test_nothing_past_the_end_is_read(matvec_of, matmul_of, target, fmt: str, blocks: int) -> None:
     weight, qx, expected, tolerance = _case(fmt, 3, blocks, 3)
     spec = FORMATS[fmt]
-    pages = [_GuardedPage() for _ in range(6)]
-    parts = (weight, qx.q, qx.scale, qx.sums, torch.empty(3, qx.sums.shape[1]), torch.empty(3, 3))
-    w, q, scale, sums, aux, out = (page.place(part) for page, part in zip(pages, parts, strict=True))
-    result = torch.empty(3, 3)
-
-    def check() -> None:
-        ctypes.memmove(result.data_ptr(), out, 36)
-        assert_within(result, expected, tolerance)
-
+    scales, sums_at, nbytes = panel_places(qx.q.shape[1], COLUMNS, bf16=False)
+    pages = [_GuardedPage() for _ in range(7)]
+    parts = (weight, qx.q, qx.scale, qx.sums, torch.empty(3, 3))
+    w, q, scale, sums, out = (page.place(part) for page, part in zip(pages, parts, strict=False))
     row_bytes, width = weight.shape[1], qx.q.shape[1]
-    shape = (blocks, width, 3)
-    matmul_of[target.name](spec.ggml_type, w, row_bytes, (0, 3), *shape, q, scale, sums, aux, out, 12)
-    check()
+    result = torch.empty(3, 3)
     for c in range(3):
         at = c * width
         vector = (q + at, scale + at // 8, sums + at // 4)
         matvec_of[target.name](spec.ggml_type, w, row_bytes, 0, 3, blocks, *vector, out + 12 * c)
-    check()
+    ctypes.memmove(result.data_ptr(), out, 36)
+    assert_within(result, expected, tolerance)
+
+    panel = pages[5].place(torch.zeros(nbytes, dtype=torch.uint8))
+    tile = pages[6].place(torch.zeros(COLUMNS, 32))
+    shape = (row_bytes, 3, width, 3, COLUMNS)
+    places = (panel, panel + scales, panel + sums_at, tile)
+    matmul_of[target.name](fmt)(w, *shape, q, scale, *places)
+    product = torch.empty(COLUMNS, 32)
+    ctypes.memmove(product.data_ptr(), tile, product.nbytes)
+    assert_within(product[:3, :3].contiguous(), expected, tolerance)
 
 
 @jit
@@ -282,11 +295,11 @@ def test_half_precision_without_hardware_is_exact() -> None:
 
 
 def test_the_host_target_is_the_first_that_runs() -> None:
-    rows = int8_rows_of("Q4_K")
+    rows, target = int8_rows_of("Q4_K"), best_target()
 
     @jit
     def run(weight, row_bytes, width, q, scale, sums, out):
-        rows(host_target(), weight, row_bytes, 0, 1, width, q, scale, sums, out)
+        rows(target, weight, row_bytes, 0, 1, width, q, scale, sums, out)
 
     run.compile((numba.int64,) * 7)
     assert best_target() is RUNNABLE[0]
@@ -297,11 +310,9 @@ def test_the_host_target_is_the_first_that_runs() -> None:
 def test_generic_kernels_compile_for_arm() -> None:
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
-    pair = numba.types.UniTuple(numba.int64, 2)
-    matmul_types = (*[numba.int64] * 3, pair, *[numba.int64] * 9)
-    rows = [(_rows(GENERIC, fmt), (numba.int64,) * 9) for fmt in PACKED]
-    for run, types in (*rows, (_matmul(GENERIC), matmul_types)):
-        run.compile(types)
+    kernels = [(_rows(GENERIC, fmt), 9) for fmt in PACKED] + [(_tile(GENERIC, fmt), 12) for fmt in PACKED]
+    for run, arity in kernels:
+        run.compile((numba.int64,) * arity)
         module = run.inspect_llvm(run.signatures[0])
         module = re.sub(r'target triple = ".*"', 'target triple = "aarch64-unknown-linux-gnu"', module)
         module = re.sub(r'target datalayout = ".*"', "", module)

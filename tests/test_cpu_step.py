@@ -46,10 +46,12 @@ def ids():
 
 
 def decode(model, ids, mask=None, only=None):
-    """Logits [B, STEPS, V] of the last STEPS tokens, fed one at a time; ``only``: by one row's cache."""
+    """Logits [B, STEPS, V] of the last STEPS tokens, fed one at a time; ``only``: by one row's cache. The
+    modules fill the cache."""
     with torch.inference_mode():
         state = new_state(model, len(ids), ids.shape[1])
-        prefill(model, ids[:, :-STEPS], mask, state)
+        state.prepare(model)
+        model(ids[:, :-STEPS], mask, cache=state.cache)
         assert state.fused is not None
         if only is not None:
             batched, ids = state.cache, ids[only : only + 1]

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from realizar_torch.caller import warn_caller
 from realizar_torch.errors import FormatError
+from realizar_torch.generation import cpu_prompt
+from realizar_torch.generation.cpu_prompt import CpuPrompt
 from realizar_torch.generation.cpu_step import CpuStep, why_not
 from realizar_torch.generation.gpu_state import GpuState
 from realizar_torch.generation.workspace import Workspace
@@ -28,11 +30,13 @@ class DecodeState:
         self.cache = KVCache(model.config, batch_size, max_positions, device=model.device, dtype=model.dtype)
         self.workspace = Workspace.for_model(model.config, batch_size, device=model.device)
         self.fused: CpuStep | None = None
+        self.prompt: CpuPrompt | None = None
 
     def prepare(self, model: Transformer) -> None:
         """Builds the fused step anew; one warning where the modules have to do."""
         reason = why_not(model, self.cache)
         self.fused = None if reason else CpuStep(model, self.cache, self.workspace)
+        self.prompt = None if reason or not cpu_prompt.takes(model) else CpuPrompt(model, self.cache)
         if reason and model.device.type == "cpu":
             warn_caller(f"decoding runs module by module, which is slower: {reason}")
 
@@ -63,6 +67,8 @@ def prefill(
     input_ids int [B, T] -> fp32 logits [B, V] of the last position.
     """
     state.prepare(model)
+    if isinstance(state, DecodeState) and state.prompt is not None:
+        return state.prompt.run(input_ids, attention_mask)
     return model(input_ids, attention_mask, cache=state.cache, logits_to_keep=1).logits[:, -1]
 
 

@@ -135,20 +135,10 @@ class Transformer(nn.Module):
         logits_to_keep n > 0 computes the head for the last n positions only.
         """
         config = self.config
-        batch, count = self._check_ids(input_ids)
         if logits_to_keep < 0:
             raise FormatError(f"logits_to_keep is {logits_to_keep}, expected 0 (all positions) or more")
-        if cache is not None and cache.batch_size != batch:
-            raise FormatError(f"input_ids hold {batch} sequences, the cache is for {cache.batch_size}")
-        past = 0 if cache is None else cache.length
-        if self.embed_positions is not None and past + count > config.context_length:
-            raise CacheFullError(
-                f"{past + count} positions, but the model has learned {config.context_length}; "
-                "shorten the prompt"
-            )
-        starts = self._starts(attention_mask, input_ids, cache)
-        if cache is not None:
-            cache.require(count)
+        starts = self.begin(input_ids, attention_mask, cache)
+        past, count = 0 if cache is None else cache.length, input_ids.shape[1]
 
         positions = self._positions(starts, past, count)
         inputs = self._attention_inputs(positions, starts, past, count)
@@ -161,14 +151,33 @@ class Transformer(nn.Module):
             x = layer(x, inputs[config.is_sliding(index)], cache, index)
         if cache is not None:
             cache.advance(count)
-        logits = self.lm_head(self.norm(x[:, -logits_to_keep:])).float()
-        if config.logit_scale != 1.0:
-            logits = logits * config.logit_scale
-        if cap := config.final_softcap:
-            logits = torch.tanh(logits / cap) * cap
-        return ModelOutput(logits)
+        return ModelOutput(self.logits(x[:, -logits_to_keep:]))
 
-    def _check_ids(self, input_ids: Tensor) -> tuple[int, int]:
+    def begin(self, input_ids: Tensor, attention_mask: Tensor | None, cache: KVCache | None) -> Tensor | None:
+        """Checks what is to follow the cached tokens; gives, and tells the cache, the first real position of
+        each row (int64 [B]), or None where no row is padded."""
+        self._check_ids(input_ids)
+        batch, count = input_ids.shape
+        if cache is not None and cache.batch_size != batch:
+            raise FormatError(f"input_ids hold {batch} sequences, the cache is for {cache.batch_size}")
+        end, learned = count + (0 if cache is None else cache.length), self.config.context_length
+        if self.embed_positions is not None and end > learned:
+            raise CacheFullError(f"{end} positions, but the model has learned {learned}; shorten the prompt")
+        starts = self._starts(attention_mask, input_ids, cache)
+        if cache is not None:
+            cache.require(count)
+        return starts
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The residual stream behind the last layer, [..., hidden] -> fp32 [..., V]."""
+        logits = self.lm_head(self.norm(x)).float()
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        if cap := self.config.final_softcap:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def _check_ids(self, input_ids: Tensor) -> None:
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32) or 0 in input_ids.shape:
             raise FormatError(
                 f"input_ids are {input_ids.dtype} {list(input_ids.shape)}, "
@@ -178,7 +187,6 @@ class Transformer(nn.Module):
             raise FormatError(
                 f"input_ids are on {input_ids.device}, the model is on {self.device}; move one of them"
             )
-        return input_ids.shape[0], input_ids.shape[1]
 
     def _starts(self, mask: Tensor | None, input_ids: Tensor, cache: KVCache | None) -> Tensor | None:
         """First real position of each row (int64 [B]), or None where no row is padded."""

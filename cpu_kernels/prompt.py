@@ -1,0 +1,158 @@
+"""The fused prompt pass: many tokens through all layers in one ``pool.run``, as ``program.py`` instructs.
+
+Its unit is a column: one token of one sequence, at its slot of the cache. Norms and rotation are shared among
+threads by columns, weights by rows, attention by heads and blocks of queries, always by the same code in the
+same order: results do not depend on the number of threads, nor on how a prompt is cut into passes.
+"""
+
+from realizar_torch.cpu_kernels import program
+from realizar_torch.cpu_kernels.activation_panel import quantize_into_panel
+from realizar_torch.cpu_kernels.bf16_matmul import bf16_into_panel
+from realizar_torch.cpu_kernels.int8_tile import TILE_ROWS
+from realizar_torch.cpu_kernels.jit import jit
+from realizar_torch.cpu_kernels.memory import fetch_add_i64, load_i64, store_i64
+from realizar_torch.cpu_kernels.native import call_native
+from realizar_torch.cpu_kernels.norm import rms_norm_vector
+from realizar_torch.cpu_kernels.pool import barrier
+from realizar_torch.cpu_kernels.prompt_attention import attend_block, rotary_rows, rotate_column
+from realizar_torch.cpu_kernels.step_vectors import add_rows, copy_row, gate, scale_row
+
+_EMBED, _NORM, _LOAD, _LINEAR, _GATED, _ROTATE, _ATTEND = (
+    program.EMBED,
+    program.NORM,
+    program.LOAD,
+    program.LINEAR,
+    program.GATED,
+    program.ROTATE,
+    program.ATTEND,
+)
+_BLOCK = 32
+# Columns that a thread takes at a time.
+_SHARE = 4
+
+
+@jit
+def run_prompt(thread, n_threads, instructions, context):
+    """All columns of ``context``, one PROMPT_CONTEXT row, through INSTRUCTION rows; nothing is allocated."""
+    c = context[0]
+    arena = c.arena + thread * c.arena_stride
+    if thread == 0:
+        for index in range(len(instructions) + 1):
+            store_i64(c.counters, 0, program.COUNTER_BYTES * index)
+    barrier(c.barrier, n_threads)
+    _each_column(c, instructions[0], arena, c.counters + program.COUNTER_BYTES * len(instructions), -1)
+    for index in range(len(instructions)):
+        i = instructions[index]
+        counter = c.counters + program.COUNTER_BYTES * index
+        if i.opcode == _LINEAR:
+            _linear(c, i, arena, counter)
+        elif i.opcode == _GATED:
+            _gated(c, i, arena, counter)
+        elif i.opcode == _ATTEND:
+            _attend(c, i, arena, counter)
+        else:
+            _each_column(c, i, arena, counter, i.opcode)
+        if i.barrier:
+            barrier(c.barrier, n_threads)
+
+
+@jit(device=True)
+def _each_column(c, i, arena, counter, opcode):
+    while True:
+        first = fetch_add_i64(counter, _SHARE)
+        if first >= c.used:
+            return
+        for column in range(first, min(first + _SHARE, c.used)):
+            if opcode == _NORM:
+                _norm(c, i, arena, column)
+            elif opcode == _LOAD:
+                _store_activations(c, i, 0, i.source + column * i.source_stride, 0, i.width // _BLOCK, column)
+            elif opcode == _ROTATE:
+                rotate_column(c, i, column)
+            elif opcode == _EMBED:
+                target = c.residual + column * 4 * c.hidden
+                row = i.weight + load_i64(c.tokens, 8 * column) * i.row_bytes
+                call_native(i.kernel, (row, c.hidden, target))
+                scale_row(target, c.hidden, i.scale)
+            else:
+                rotary_rows(c, column)
+
+
+@jit(device=True)
+def _norm(c, i, arena, column):
+    residual, row = c.residual + column * 4 * c.hidden, arena + c.row
+    if i.source:
+        source = i.source + column * i.source_stride
+        if i.post_gamma:
+            rms_norm_vector(source, i.width, i.post_gamma, i.epsilon, row)
+            source = row
+        add_rows(residual, source, i.width)
+    if i.gamma:
+        rms_norm_vector(residual, i.width, i.gamma, i.epsilon, row)
+        _store_activations(c, i, 0, row, 0, i.width // _BLOCK, column)
+
+
+@jit(device=True)
+def _store_activations(c, i, number, x, first, last, column):
+    """Put fp32 blocks ``first`` to ``last`` of a column, the first at ``x``, into panel ``number``."""
+    panel = c.panels + number * c.panel_bytes
+    if c.bf16:
+        bf16_into_panel(x, first, last, column, c.columns, panel)
+    else:
+        width = i.rows if number else i.width
+        scale, sums = panel + c.scales, panel + c.sums
+        quantize_into_panel(x, first, last, width, column, c.columns, i.kinds, panel, scale, sums)
+
+
+@jit(device=True)
+def _tile(c, kernel, weight, row_bytes, bias, width, number, first, height, tile):
+    """fp32 tile [columns][TILE_ROWS] = rows ``first`` and on of a weight · panel ``number`` + bias."""
+    panel, source = c.panels + number * c.panel_bytes, weight + first * row_bytes
+    shape = (row_bytes, height, width, c.used, c.columns)
+    call_native(kernel, (source, *shape, panel, panel + c.scales, panel + c.sums, tile))
+    if bias:
+        for column in range(c.used):
+            add_rows(tile + 4 * TILE_ROWS * column, bias + 4 * first, height)
+
+
+@jit(device=True)
+def _linear(c, i, arena, counter):
+    tile = arena + c.tile
+    while True:
+        first = fetch_add_i64(counter, TILE_ROWS)
+        if first >= i.rows:
+            return
+        height = min(TILE_ROWS, i.rows - first)
+        _tile(c, i.kernel, i.weight, i.row_bytes, i.bias, i.width, i.panel, first, height, tile)
+        for column in range(c.used):
+            target = i.target + column * i.target_stride + 4 * first
+            copy_row(tile + 4 * TILE_ROWS * column, height, target)
+
+
+@jit(device=True)
+def _gated(c, i, arena, counter):
+    """A tile of rows is one block of the next matmul's activations: it goes straight into panel 1."""
+    tile, up = arena + c.tile, arena + c.second_tile
+    while True:
+        first = fetch_add_i64(counter, TILE_ROWS)
+        if first >= i.rows:
+            return
+        height = min(TILE_ROWS, i.rows - first)
+        _tile(c, i.kernel, i.weight, i.row_bytes, i.bias, i.width, 0, first, height, tile)
+        second = (i.second_weight, i.second_row_bytes, i.second_bias)
+        _tile(c, i.second_kernel, *second, i.width, 0, first, height, up)
+        block = first // _BLOCK
+        for column in range(c.used):
+            here = tile + 4 * TILE_ROWS * column
+            gate(i.activation, here, up + 4 * TILE_ROWS * column, height)
+            _store_activations(c, i, 1, here, block, block + 1, column)
+
+
+@jit(device=True)
+def _attend(c, i, arena, counter):
+    """Later blocks see more: they go first, so that the threads end together."""
+    while True:
+        unit = fetch_add_i64(counter, 1)
+        if unit >= c.n_blocks * c.kv_heads:
+            return
+        attend_block(c, i, arena, c.n_blocks - 1 - unit // c.kv_heads, unit % c.kv_heads)

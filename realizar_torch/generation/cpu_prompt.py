@@ -1,0 +1,177 @@
+"""CpuPrompt: a prompt through all layers of a Transformer by the fused CPU kernel, in passes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realizar_torch.generation.cpu_arena import Arena
+from realizar_torch.generation.cpu_program import LayerProgram, Linear
+from realizar_torch.generation.cpu_step import check_tokens, shared_fields
+from realizar_torch.models.transformer import Transformer
+from realizar_torch.nn.kv_cache import KVCache
+from realizar_torch.nn.linear import QuantizedLinear
+from realizar_torch.nn.mlp import GatedMLP
+
+# Columns of one pass: weights are decoded once for all of them, and they stay in the second-level cache.
+_COLUMNS = 256
+
+
+def takes(model: Transformer) -> bool:
+    """Whether the pass computes what the modules of a fusable model would: packed int8 layers only."""
+    linears = (module for name, module in model.layers.named_modules() if name.endswith("_proj"))
+    return all(isinstance(linear, QuantizedLinear) and linear.activations == "int8" for linear in linears)
+
+
+class CpuPrompt:
+    """Fills a cache with prompts. Holds addresses of the weights and the cache, as a CpuStep does."""
+
+    def __init__(self, model: Transformer, cache: KVCache):
+        self._model, self._cache = model, cache
+        self._kept: list[Tensor] = []
+        self._capacity = 0
+        self._arena: Arena | None = None
+
+    def run(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """input_ids int [B, T] behind what is cached -> fp32 logits [B, V] of the last position."""
+        model, cache = self._model, self._cache
+        model.begin(input_ids, attention_mask, cache)
+        tokens, sequences, slots = self._columns(input_ids)
+        check_tokens(tokens, model.config.vocab_size)
+        last, end = torch.empty(cache.batch_size, model.config.hidden_size), slots.max()
+        for first in range(0, len(tokens), _COLUMNS):
+            part = slice(first, first + _COLUMNS)
+            residual = self._pass(tokens[part], sequences[part], slots[part])
+            ends = slots[part] == end
+            last[sequences[part][ends]] = residual[ends]
+        cache.advance(input_ids.shape[1])
+        return model.logits(last)
+
+    def _columns(self, input_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Token, sequence and slot of everything that is not padding, sequence by sequence."""
+        slots = torch.arange(self._cache.length, self._cache.length + input_ids.shape[1])
+        sequences, columns = torch.nonzero(slots >= self._cache.starts[:, None], as_tuple=True)
+        return input_ids[sequences, columns].to(torch.int64), sequences, slots[columns]
+
+    def _pass(self, tokens: Tensor, sequences: Tensor, slots: Tensor) -> Tensor:
+        """Runs up to _COLUMNS columns; their residual stream behind the last layer, fp32 [n, hidden]."""
+        from realizar_torch.cpu_kernels import pool, prompt, prompt_attention
+
+        count, threads = len(tokens), torch.get_num_threads()
+        if count > self._capacity:
+            self._prepare(count)
+        if self._arena is None or self._arena.threads < threads:
+            self._arena = self._make_arena(threads)
+        blocks = torch.tensor(list(_blocks(sequences.tolist(), prompt_attention.QUERIES)))
+        context = self._context
+        columns = {"tokens": tokens, "sequences": sequences, "slots": slots, "blocks": blocks}
+        for name, tensor in columns.items():
+            context[name] = tensor.data_ptr()
+        context["used"], context["n_blocks"] = count, len(blocks)
+        pool.run(prompt.run_prompt, threads, self._instructions, context)
+        return self._residual[:count]
+
+    def _prepare(self, count: int) -> None:
+        """Buffers for ``count`` columns, and the program over them."""
+        from realizar_torch.cpu_kernels import matrix_tiles, program
+        from realizar_torch.cpu_kernels.activation_panel import COLUMNS, panel_places
+
+        model, cache, config = self._model, self._cache, self._model.config
+        self._capacity = columns = -(-count // COLUMNS) * COLUMNS
+        self._arena, self._kept[:] = None, [cache.keys, cache.values, cache.starts]
+        bf16 = matrix_tiles.available()
+        hidden_size, q_dim = config.hidden_size, config.q_dim
+        widths = (hidden_size, hidden_size, q_dim + 2 * config.kv_dim, q_dim)
+        self._residual, hidden, qkv, wide = (torch.empty(columns, width) for width in widths)
+        steps = _PromptProgram(model, cache, (hidden, qkv, wide), self._kept, bf16)
+        self._instructions = steps.instructions()
+        widest = max(hidden_size, q_dim, config.intermediate_size)
+        scales, sums, panel_bytes = panel_places(widest, columns, bf16)
+        self._context = np.zeros(1, program.PROMPT_CONTEXT)
+        fields = {
+            **shared_fields(model, cache, self._kept),
+            "columns": columns,
+            "bf16": int(bf16),
+            "residual": self._residual.data_ptr(),
+            "scales": scales,
+            "sums": sums,
+            "panel_bytes": panel_bytes,
+        }
+        for name, value in fields.items():
+            self._context[name] = value
+
+    def _make_arena(self, threads: int) -> Arena:
+        from realizar_torch.cpu_kernels import int8_tile, pool, program, prompt_attention
+
+        context, config, columns = self._context, self._model.config, self._capacity
+        ropes, head_bytes = int(context["ropes"][0]), 4 * config.head_dim
+        scores = 4 * prompt_attention.QUERIES * config.num_heads // config.num_kv_heads
+        shared = {
+            "barrier": pool.BARRIER_BYTES,
+            "counters": program.COUNTER_BYTES * (len(self._instructions) + 1),
+            "panels": 2 * int(context["panel_bytes"][0]),
+            "cos": columns * ropes * head_bytes // 2,
+            "sin": columns * ropes * head_bytes // 2,
+        }
+        own = {
+            "row": 4 * config.hidden_size,
+            "tile": 4 * columns * int8_tile.TILE_ROWS,
+            "second_tile": 4 * columns * int8_tile.TILE_ROWS,
+            "scores": scores * (self._cache.max_seq_len + prompt_attention.KEYS),
+            "transposed": head_bytes * prompt_attention.KEYS,
+            "last_rows": head_bytes * prompt_attention.KEYS,
+        }
+        arena = Arena(shared, own, threads, zeroed=("barrier",))
+        for name, value in {**arena.addresses, **arena.offsets}.items():
+            context[name] = value
+        context["arena"], context["arena_stride"] = arena.base, arena.stride
+        return arena
+
+
+class _PromptProgram(LayerProgram):
+    """The layers, with kernels for many vectors at a time; the residual stream ends complete."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        buffers: tuple[Tensor, Tensor, Tensor],
+        kept: list[Tensor],
+        bf16: bool,
+    ):
+        self._bf16 = bf16
+        super().__init__(model, cache, buffers, kept)
+        pending = self.layers()
+        self.emit("NORM", width=model.config.hidden_size, epsilon=model.norm.eps, barrier=1, **pending)
+
+    def weight(self, linear: Linear) -> dict[str, Any]:
+        from realizar_torch.cpu_kernels import row_kernels
+
+        assert isinstance(linear, QuantizedLinear)
+        kernel = row_kernels.bf16_matmul if self._bf16 else row_kernels.int8_matmul
+        named = {"kernel": kernel(linear.fmt), "width": linear.in_features, "bias": self.bias(linear)}
+        return {**named, **self.matrix(linear.weight)}
+
+    def readers(self, linears: Sequence[Linear]) -> dict[str, Any]:
+        from realizar_torch.cpu_kernels.int8_matmul import kind_of_sums
+
+        kinds = 0
+        for linear in linears:
+            assert isinstance(linear, QuantizedLinear)
+            kinds |= 1 << kind_of_sums(linear.fmt)
+        return {"barrier": 1, "kinds": kinds}
+
+    def finish_mlp(self, mlp: GatedMLP) -> None:
+        self.linear(mlp.down_proj, self._hidden, panel=1)
+
+
+def _blocks(sequences: Sequence[int], size: int) -> Any:
+    """(first column, columns) of runs of one sequence, ``size`` long at most."""
+    first = 0
+    for column in range(1, len(sequences) + 1):
+        ends = column == len(sequences) or sequences[column] != sequences[first]
+        if ends or column - first == size:
+            yield first, column - first
+            first = column
