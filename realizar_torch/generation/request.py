@@ -12,6 +12,7 @@ from realizar_torch.errors import BackendUnavailableError, CacheFullError, Forma
 from realizar_torch.generation.prefix import PrefixCache
 from realizar_torch.generation.sampling import SamplingParams
 from realizar_torch.generation.workspace import MAX_BATCH
+from realizar_torch.models.transformer import check_loaded
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def make_request(
             f"cuda_graph=True: no graph runs on {model.device}; use 'auto' or False"
         )
 
+    check_loaded(torch.device(model.device))
     vocab_size = model.config.vocab_size
     input_ids = _checked_ids(input_ids, vocab_size, model.device)
     rows, prompt_length = input_ids.shape

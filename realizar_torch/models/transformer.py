@@ -1,5 +1,6 @@
 """Transformer: one decoder-only model for every architecture row."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,12 +178,22 @@ class Transformer(nn.Module):
             logits = torch.tanh(logits / cap) * cap
         return logits
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        weight = state_dict.get(prefix + "norm.weight")
+        for rope in (self.rope, self.local_rope):
+            # no state dict holds frequencies: a model on meta gets them where its weights come from
+            if weight is not None and rope is not None and rope.inv_freq.is_meta:
+                rope.to_empty(device=weight.device)
+
     def _check_ids(self, input_ids: Tensor) -> None:
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32) or 0 in input_ids.shape:
             raise FormatError(
                 f"input_ids are {input_ids.dtype} {list(input_ids.shape)}, "
                 "expected int64 or int32 [batch, tokens], not empty"
             )
+        if not input_ids.is_meta:
+            check_loaded(self.device)
         if input_ids.device != self.device:
             raise FormatError(
                 f"input_ids are on {input_ids.device}, the model is on {self.device}; move one of them"
@@ -228,6 +239,15 @@ class Transformer(nn.Module):
             return None
         turns = (positions // self.config.rope_scaling.original_length).float()
         return (1.0 + self.config.temperature * turns.log1p())[:, None, :, None]
+
+
+def check_loaded(device: torch.device) -> None:
+    """FormatError if a model on ``device`` has no weights in memory."""
+    if device.type == "meta":
+        raise FormatError(
+            "the model is on meta: its weights have not been loaded, or accelerate offloads them, which "
+            "works with models of rt.hf.from_gguf and not with this one"
+        )
 
 
 def left_padding(mask: Tensor, input_ids: Tensor) -> Tensor | None:
