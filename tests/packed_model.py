@@ -80,9 +80,9 @@ class Cell:
         return ids, random_activations(2, COLUMNS, dtype=dtype).to(self.device)
 
     def check(self, model: nn.Module) -> None:
-        """``model`` computes exactly what ``build()`` gave; where it cannot run, it says so."""
+        """``model`` computes exactly what ``build()`` computes; where it cannot run, it says so."""
         if self.runs:
-            expected = self.build(layout="ggml")(*self.inputs())
+            expected = self.build()(*self.inputs())
             for y, right in zip(model(*self.inputs()), expected, strict=True):
                 assert torch.equal(y, right)
         else:

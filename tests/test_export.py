@@ -45,6 +45,16 @@ def test_exported_modules_equal_eager_for_other_batches(fmt: str, activations: s
         assert torch.equal(loaded(x), module(x))
 
 
+def test_one_norm_for_weights_of_three_formats_is_exported() -> None:
+    linear = rt.QuantizedLinear.from_blocks
+    parts = [linear(random_blocks(fmt, 7, COLUMNS), COLUMNS, fmt) for fmt in ("Q4_K", "Q6_K")]
+    module = rt.FusedLayerNormLinear.fuse(nn.RMSNorm(COLUMNS, eps=1e-6), *parts, nn.Linear(COLUMNS, 3))
+    program = torch.export.export(module, (torch.randn(2, COLUMNS),), dynamic_shapes=({0: BATCH},))
+    x = random_activations(5, COLUMNS)
+    for y, expected in zip(program.module()(x), module(x), strict=True):
+        assert torch.equal(y, expected)
+
+
 @needs_compiler
 def test_a_compiled_package_of_a_module_equals_eager(tmp_path: Path) -> None:
     table = rt.QuantizedEmbedding.from_blocks(random_blocks("Q6_K", 9, COLUMNS), COLUMNS, "Q6_K")

@@ -222,6 +222,7 @@ def test_no_number_changes(surgery: Callable[[Cell, PackedModel], nn.Module], ce
     cell.check(model)
     rt.unpack(model)
     assert digest(model) == expected
+    Cell(cell.fmt, cell.device, "ggml").check(model)
 
 
 # --- casts: the bytes stay, the rest computes in the new type
