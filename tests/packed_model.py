@@ -60,13 +60,7 @@ class Cell:
     @property
     def runs(self) -> bool:
         """Whether this device has kernels for this layout."""
-        if self.layout == "ggml":
-            return True
-        if self.device == "cpu":
-            return False
-        from realizar_torch.triton_kernels.decode import GGML_ONLY
-
-        return self.fmt not in GGML_ONLY
+        return has_kernels(self.fmt, self.device, self.layout)
 
     def build(self, seed: int = 0, layout: str | None = None) -> PackedModel:
         """The same model for the same seed, prepacked."""
@@ -88,6 +82,15 @@ class Cell:
         else:
             with pytest.raises(rt.FormatError, match=f"layout '{self.layout}'.*rt.unpack"):
                 model(*self.inputs())
+
+
+def has_kernels(fmt: str, device: str, layout: str) -> bool:
+    """Whether the ops take ``layout`` on ``device``; elsewhere they say so."""
+    if layout == "ggml" or device == "cpu":
+        return layout == "ggml"
+    from realizar_torch.triton_kernels.launch import GGML_ONLY
+
+    return fmt not in GGML_ONLY
 
 
 def digest(model: nn.Module) -> dict[str, str]:

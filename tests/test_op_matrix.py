@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import PACKED, random_activations, random_blocks
+from packed_model import has_kernels
 
 from realizar_torch import ops
 from realizar_torch.errors import FormatError
@@ -80,19 +81,11 @@ def test_opcheck(cell: tuple[str, str, str, str], device: str) -> None:
     call, fmt, layout, shape = cell
     args, kwargs = CALLS[call](Cell(fmt, device, layout, shape))
     op = getattr(OPS, call.removesuffix("-int8")).default
-    if layout == "ggml" or _has_kernels(fmt, layout, device):
+    if has_kernels(fmt, device, layout):
         torch.library.opcheck(op, args, kwargs)
         return
     with pytest.raises(FormatError, match=f"layout '{layout}'.*rt.unpack"):
         op(*args, **kwargs)
-
-
-def _has_kernels(fmt: str, layout: str, device: str) -> bool:
-    if device == "cpu":
-        return layout == "ggml"
-    from realizar_torch.triton_kernels.decode import GGML_ONLY
-
-    return fmt not in GGML_ONLY
 
 
 def test_no_op_is_left_out() -> None:
