@@ -35,8 +35,13 @@ def packed(config: LoraConfig) -> LoraConfig:
     """``config`` itself, after which ``target_modules`` may name QuantizedLinear layers.
 
     Plain LoRA only: variants such as DoRA, and ``init_lora_weights`` that decompose the weight, are refused
-    when a layer is wrapped.
+    when a layer is wrapped. FormatError for "all-linear", by which peft means dense layers alone.
     """
+    if config.target_modules == "all-linear":
+        raise FormatError(
+            "target_modules='all-linear' finds dense layers only; name the packed ones, or give a regular "
+            "expression such as r'.*_proj'"
+        )
     config._register_custom_module({QuantizedLinear: QuantizedLoraLinear})
     return config
 

@@ -111,6 +111,14 @@ def test_a_config_that_was_not_passed_through_packed_is_refused_by_peft() -> Non
         get_peft_model(_base(), LoraConfig(r=4, target_modules=["0"]))
 
 
+def test_all_linear_would_leave_packed_layers_out() -> None:
+    with pytest.raises(rt.FormatError, match=r"dense layers only; .*r'\.\*_proj'"):
+        rt.lora.packed(LoraConfig(target_modules="all-linear"))
+    model = nn.ModuleDict({"a_proj": _base()[0], "b_proj": _base()[2], "c": _base()[0]})
+    config = rt.lora.packed(LoraConfig(r=2, target_modules=r".*_proj"))
+    assert len(_adapters(get_peft_model(model, config))) == 4
+
+
 def test_merging_is_refused_until_the_layers_are_dense() -> None:
     base, x = _base(), random_activations(3, COLUMNS)
     before = digest(base)
