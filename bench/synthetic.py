@@ -59,7 +59,9 @@ class Shape:
             "attention.layer_norm_rms_epsilon": 1e-5,
             "rope.freq_base": 500000.0,
         }
-        return {"general.architecture": "llama"} | {f"llama.{name}": value for name, value in sizes.items()}
+        # llama.cpp's word for a file without a vocabulary
+        names = {"general.architecture": "llama", "tokenizer.ggml.model": "no_vocab"}
+        return names | {f"llama.{name}": value for name, value in sizes.items()}
 
     def tensors(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """Name, format and shape of every tensor, in the order of the file."""
