@@ -330,3 +330,33 @@ def test_a_file_without_packed_weights_is_an_ordinary_model() -> None:
     assert not any(isinstance(module, PackedModule) for module in model.modules())
     assert getattr(model, "hf_quantizer", None) is None
     assert model(torch.arange(3, 3 + PROMPT)[None] % 99).logits.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activations", ["float", "int8"])
+def test_compiled_static_generation_on_a_gpu(activations: str, path: Path) -> None:
+    """generate compiles by itself there; its tokens' logits are those of the model called as it is."""
+    model, tokenizer = rt.hf.from_gguf(path, device_map="cuda", activations=activations)
+    assert model.dtype == torch.bfloat16 and model.device.type == "cuda"
+    rt.prepack(model)
+    prompt = tokenizer(TEXT, return_tensors="pt").to("cuda")
+    length = prompt.input_ids.shape[1]
+    for _ in range(2):
+        out = model.generate(
+            **prompt,
+            **GREEDY,
+            cache_implementation="static",
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        found = torch.cat(out.logits).float()
+        with torch.inference_mode():
+            expected = model(out.sequences[:, :-1]).logits[0, length - 1 :].float()
+        # two evaluations in bfloat16, as in test_dtype_is_that_of_activations_and_norms
+        limit = 40**0.5 * torch.finfo(torch.bfloat16).eps * (4 if activations == "int8" else 1)
+        assert (found - expected).square().mean().sqrt() <= limit * expected.square().mean().sqrt()
+        torch.cuda.synchronize()
+    rt.unpack(model)
+    model.cpu()
+    with torch.inference_mode():
+        assert model(prompt.input_ids.cpu()).logits.isfinite().all()
