@@ -10,8 +10,10 @@ import math
 import numpy as np
 
 from realizar_torch.cpu_kernels.jit import jit
+from realizar_torch.cpu_kernels.matmul_float import dot_products
 from realizar_torch.cpu_kernels.memory import fetch_add_i64, load_f32, load_i64, store_f32
-from realizar_torch.cpu_kernels.simd import fma, load_f32x16, splat_f32x16, store, sum_f32x16
+from realizar_torch.cpu_kernels.simd import fma, load_f32x16, splat_f32x16, sum_f32x16
+from realizar_torch.cpu_kernels.small_matrices import multiply_rows
 from realizar_torch.cpu_kernels.step_vectors import exponentials, scale_row
 
 _LANES = 16
@@ -30,39 +32,35 @@ def dot(a, b, count):
 
 
 @jit(device=True)
-def add_scaled(target, source, factor, count):
-    """target += factor * source."""
-    factors = splat_f32x16(factor)
-    for chunk in range(count // _LANES):
-        total = fma(load_f32x16(source, 64 * chunk), factors, load_f32x16(target, 64 * chunk))
-        store(target, total, 64 * chunk)
-    for index in range(count // _LANES * _LANES, count):
-        store_f32(target, load_f32(target, 4 * index) + factor * load_f32(source, 4 * index), 4 * index)
-
-
-@jit(device=True)
 def attend(queries, keys, values, outputs, scores, heads, head_dim, length, scale, softcap):
     """``heads`` query heads that share one key head, over ``length`` ≥ 1 cached rows.
 
     Addresses of fp32 queries and outputs [heads, head_dim], keys and values [length, head_dim], scratch
     scores [heads, length]. ``softcap`` 0 is none.
     """
-    size = 4 * head_dim
-    for t in range(length):
+    size, row_bytes = 4 * head_dim, 4 * length
+    if head_dim % _LANES == 0:
+        dot_products(keys, length, queries, heads, size, 0, scores, row_bytes)
+    else:
         for h in range(heads):
-            score = scale * dot(queries + h * size, keys + t * size, head_dim)
-            if softcap != 0:
-                score = softcap * np.float32(math.tanh(score / softcap))
-            store_f32(scores, score, 4 * (h * length + t))
+            for t in range(length):
+                product = dot(queries + h * size, keys + t * size, head_dim)
+                store_f32(scores, product, 4 * (h * length + t))
     for h in range(heads):
-        row = scores + 4 * h * length
+        row = scores + h * row_bytes
+        scale_row(row, length, scale)
+        if softcap != 0:
+            for t in range(length):
+                store_f32(row, softcap * np.float32(math.tanh(load_f32(row, 4 * t) / softcap)), 4 * t)
         scale_row(row, length, np.float32(1) / exponentials(row, length))
-        for index in range(head_dim):
-            store_f32(outputs + h * size, np.float32(0), 4 * index)
-    for t in range(length):
-        for h in range(heads):
-            weight = load_f32(scores, 4 * (h * length + t))
-            add_scaled(outputs + h * size, values + t * size, weight, head_dim)
+    whole = head_dim // _LANES * _LANES
+    multiply_rows(scores, row_bytes, heads, values, size, whole, length, outputs, size, 0)
+    for h in range(heads):
+        for index in range(whole, head_dim):
+            total = np.float32(0)
+            for t in range(length):
+                total += load_f32(scores, h * row_bytes + 4 * t) * load_f32(values, t * size + 4 * index)
+            store_f32(outputs, total, h * size + 4 * index)
 
 
 @jit

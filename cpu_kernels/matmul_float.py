@@ -101,7 +101,7 @@ def _store_sums(sums, rows, columns, bias, out, out_stride):
 
 
 @jit(device=True)
-def _multiply(weights, rows, x, columns, stride, bias, out, out_stride):
+def dot_products(weights, rows, x, columns, stride, bias, out, out_stride):
     """``out[c, r] = weights[r] · x[c] + bias[r]``; rows and vectors are ``stride`` bytes, whole chunks."""
     sums = stack_alloc(_SUMS_BYTES, 64)
     chunks = stride // (4 * LANES)
@@ -165,4 +165,4 @@ def matmul_tiles(
             columns = min(step, count - column)
             start = out + 4 * (rows * column + first)
             own_bias = bias + 4 * first if bias else 0
-            _multiply(weights, height, x + stride * column, columns, stride, own_bias, start, 4 * rows)
+            dot_products(weights, height, x + stride * column, columns, stride, own_bias, start, 4 * rows)
