@@ -72,9 +72,7 @@ class Bench:
 
     def hf_model(self, *, decoded: bool, activations: str = "float") -> Any:
         source = Source(self.options.model, str(self.device), decoded)
-        model = load_model(
-            source, None, device_map=str(self.device), dtype=self.dtype, activations=activations
-        )
+        model = load_model(source, device_map=str(self.device), dtype=self.dtype, activations=activations)
         rt.prepack(model)
         return model
 

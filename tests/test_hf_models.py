@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from realizar_torch.errors import (
 )
 from realizar_torch.formats import get_format
 from realizar_torch.hf.architectures import ARCHITECTURES
-from realizar_torch.hf.config import llama3_divisors, stretched
+from realizar_torch.hf.config import llama3_divisors, read_config, stretched
 from realizar_torch.hf.loading import load_model
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -47,7 +48,7 @@ def fixture_model(name: str, **options: Any) -> torch.nn.Module:
         "attn_implementation": "eager",
         "config": OVERRIDES.get(name),
     } | options
-    return load_model(file, None, **options)
+    return load_model(file, **options)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if ARCH_OF[n] in ARCHITECTURES and n not in REFUSED])
@@ -101,7 +102,7 @@ class Requantized(SourceView):
 def test_packed_weights_give_the_logits_of_their_decoded_values(name: str) -> None:
     """Rows are put in order, matrices turned and modules replaced alike for bytes and for floats."""
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    packed, decoded = (load_model(Requantized(name, kind), None, **options) for kind in (True, False))
+    packed, decoded = (load_model(Requantized(name, kind), **options) for kind in (True, False))
     kinds = {type(module).__name__ for module in packed.modules()}
     assert "QuantizedLinear" in kinds and kinds & {"QuantizedEmbedding", "ScaledEmbedding"}
     assert not kinds & {"Linear", "Conv1D", "FalconLinear"}
@@ -240,3 +241,30 @@ def test_config_replaces_what_the_file_says(tmp_path: Path) -> None:
     assert torch.equal(model(ids).logits, again(ids).logits)
     full, _ = rt.hf.from_gguf(path)
     assert not torch.allclose(model(ids).logits[:, -1], full(ids).logits[:, -1], atol=1e-2)
+
+
+@pytest.mark.parametrize(("told", "expected"), [(0.0, None), (7.0, 7.0), (None, 30.0)])
+def test_a_soft_cap_of_zero_is_none(told: float | None, expected: float | None) -> None:
+    """F-39"""
+    file = SourceView(open_gguf(FIXTURES / "gemma2.gguf"))
+    metadata = dict(file.metadata)
+    del metadata["gemma2.final_logit_softcapping"]
+    if told is not None:
+        metadata["gemma2.final_logit_softcapping"] = told
+    row = ARCHITECTURES["gemma2"]
+    source = SimpleNamespace(path=file.path, tensors=file.tensors, read=file.read, metadata=metadata)
+    assert read_config(source, row, {}, {}).final_logit_softcapping == expected
+
+
+def test_a_file_that_names_no_special_ids_gets_none_of_another_model() -> None:
+    model = fixture_model("llama")
+    assert model.config.eos_token_id is model.generation_config.eos_token_id is None
+
+
+def test_another_tokenizer_takes_the_place_of_the_files_own(tmp_path: Path) -> None:
+    path = write_tiny_llama(tmp_path / "tiny.gguf", metadata={"tokenizer.ggml.model": "t5"})
+    _, tokenizer = rt.hf.from_gguf(write_tiny_llama(tmp_path / "known.gguf"))
+    tokenizer.eos_token = "the"
+    model, found = rt.hf.from_gguf(path, tokenizer=tokenizer)
+    assert found is tokenizer
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id != 2

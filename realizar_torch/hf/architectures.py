@@ -38,8 +38,10 @@ class Architecture:
     renamed: Mapping[str, str | None] = field(default_factory=dict)
     # The config's field for the epsilon of norms, and its key.
     epsilon: tuple[str, str] = ("rms_norm_eps", RMS_EPSILON)
-    # Config field -> (key, value where the file has no such key). A float of 0 counts as no key.
+    # Config field -> (key, value where there is no such key or a float of 0, or what makes it of the sizes).
     numbers: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    # Config field, which is the key as well -> cap where the file names none; 0 is no cap.
+    softcaps: Mapping[str, float] = field(default_factory=dict)
     # Config field -> tensor whose presence (or absence, behind a "!") makes it true.
     flags: Mapping[str, str] = field(default_factory=dict)
     # RoPE base where the file names none; None: no rotary embedding.
@@ -58,10 +60,6 @@ class Architecture:
 
 _ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
 _LLAMA_BIASES = _ATTENTION_BIAS | {"mlp_bias": "blk.0.ffn_gate.bias"}
-_CAPS = {
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
@@ -78,10 +76,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 "gemma2",
                 "gemma2",
                 4096,
-                numbers={
-                    "attn_logit_softcapping": (_CAPS["attn_logit_softcapping"], 50.0),
-                    "final_logit_softcapping": (_CAPS["final_logit_softcapping"], 30.0),
-                },
+                softcaps={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
                 norm_offset=1,
                 query_scalar=46,
             ),
@@ -89,7 +84,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 "gemma3",
                 "gemma3_text",
                 0,
-                numbers={name: (key, None) for name, key in _CAPS.items()},
+                softcaps={"attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0},
                 rope_theta=1_000_000.0,
                 local_rope_theta=10_000.0,
                 norm_offset=1,
@@ -103,7 +98,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 "granite",
                 "granite",
                 numbers={
-                    "attention_multiplier": ("attention.scale", None),
+                    "attention_multiplier": ("attention.scale", lambda sizes: sizes["head_dim"] ** -0.5),
                     "embedding_multiplier": ("embedding_scale", 1.0),
                     "residual_multiplier": ("residual_scale", 1.0),
                     "logits_scaling": ("logit_scale", 1.0),
@@ -133,11 +128,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                     "use_parallel_residual": "!blk.0.ffn_norm.weight",
                 },
             ),
-            Architecture(
-                "phi2",
-                "phi",
-                epsilon=("layer_norm_eps", EPSILON),
-            ),
+            Architecture("phi2", "phi", epsilon=("layer_norm_eps", EPSILON)),
             Architecture("internlm2", "llama", flags=_LLAMA_BIASES, interleaved_qk=True),
             Architecture(
                 "gptneox",

@@ -9,7 +9,6 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from realizar_torch.checkpoint.gguf_errors import shown_path
 from realizar_torch.checkpoint.source import ModelSource
-from realizar_torch.checkpoint.vocabulary import Vocabulary
 from realizar_torch.errors import FormatError, GGUFError, MissingTensorsError, UnsupportedArchitectureError
 from realizar_torch.hf.architectures import SIZES, Architecture
 from realizar_torch.models.metadata import Keys
@@ -38,10 +37,11 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def read_config(
-    file: ModelSource, row: Architecture, vocabulary: Vocabulary | None, replaced: Mapping[str, Any]
+    file: ModelSource, row: Architecture, special_ids: Mapping[str, Any], replaced: Mapping[str, Any]
 ) -> PreTrainedConfig:
-    """The config of the model in ``file``; special ids come from ``vocabulary`` (None: there are none).
+    """The config of the model in ``file``.
 
+    ``special_ids``: bos_token_id, eos_token_id and pad_token_id; there is none where one is missing.
     ``replaced``: fields whose value is not the file's; FormatError if the config has no such field.
     GGUFError names a key that is missing or impossible, UnsupportedArchitectureError a feature that the
     transformers model has not, MissingTensorsError a tensor that sizes are read from.
@@ -58,7 +58,11 @@ def read_config(
     fields[row.epsilon[0]] = keys.positive(row.epsilon[1], kind=float)
     for name, (key, default) in row.numbers.items():
         value = keys.optional(key, bool if isinstance(default, bool) else float, None)
-        fields[name] = value if value or value is False else default
+        if not value and value is not False:
+            value = default(sizes) if callable(default) else default
+        fields[name] = value
+    for name, cap in row.softcaps.items():
+        fields[name] = keys.optional(name, float, cap) or None
     told = keys.optional("attention.sliding_window", int, row.sliding_window)
     window = replaced.get("sliding_window", told) or None
     model_type = row.windowed_type if window and row.windowed_type else row.model_type
@@ -73,11 +77,8 @@ def read_config(
         fields["query_pre_attn_scalar"] = by_width if wide else sizes["head_dim"]
     if row.rope_theta is not None:
         fields |= _rope(file, keys, row, sizes, config_class)
-    if vocabulary is not None:
-        fields["bos_token_id"] = vocabulary.bos
-        fields["eos_token_id"] = list(vocabulary.end_of_generation) or None
+    fields |= {name: special_ids.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     fields["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
-    fields["pad_token_id"] = None if vocabulary is None else vocabulary.padding
     fields["tie_word_embeddings"] = "output.weight" not in file.tensors
     for name in replaced:
         if name not in fields and not hasattr(config_class, name):
@@ -120,7 +121,7 @@ def _windows(keys: Keys, window: int | None, layers: int, config_class: Any) -> 
 
 
 def _refuse_other_mathematics(keys: Keys, row: Architecture) -> None:
-    read = {key for key, _ in row.numbers.values()}
+    read = {key for key, _ in row.numbers.values()} | row.softcaps.keys()
     read |= {"attention.sliding_window"} if row.sliding_window is not None else set()
     for name in _MATHEMATICS:
         value = keys.optional(name, float, 0)
@@ -170,12 +171,13 @@ def _rope(
         raise UnsupportedArchitectureError(
             f"{keys.source}: {row.name}.rope.scaling.attn_factor is not supported"
         )
-    if row.local_rope_theta is not None and config_class.model_type in (row.windowed_type, "gemma3_text"):
+    two = row.windowed_type is None or config_class.model_type == row.windowed_type
+    if row.local_rope_theta is not None and two:
         local = keys.positive("rope.freq_base_swa", default=row.local_rope_theta or theta, kind=float)
         sliding = {"rope_type": "default", "rope_theta": local}
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": sliding}}
     fields: dict[str, Any] = {"rope_parameters": rope}
-    if row.model_type == "phi3":
+    if hasattr(config_class, "original_max_position_embeddings"):
         fields["original_max_position_embeddings"] = original
     return fields
 

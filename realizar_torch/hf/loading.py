@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,16 +49,17 @@ def from_gguf(
     config: fields that replace what the file says ({"sliding_window": 4096}), or a whole config.
     tokenizer: used in the place of the file's own, which then is not read.
 
-    On a GPU ``rt.prepack(model)`` afterwards rearranges the weights for its kernels.
+    On a GPU ``rt.prepack(model)`` afterwards rearranges the weights for its kernels. What
+    ``save_pretrained`` writes is loaded by ``from_pretrained`` once ``realizar_torch.hf`` is imported.
     Raises what ``rt.open_gguf`` raises; UnsupportedArchitectureError for an architecture, feature or
     tokenizer that has no row here; MissingTensorsError unless file and model agree on every tensor.
     """
     check_activations(activations)
     file = open_gguf(find_model(path))
-    vocabulary = None if tokenizer is not None else Vocabulary.from_gguf(file.metadata)
+    vocabulary = Vocabulary.from_gguf(file.metadata) if tokenizer is None else None
     model = load_model(
         file,
-        vocabulary,
+        special_ids=_special_ids(tokenizer if vocabulary is None else vocabulary),
         device_map=device_map,
         dtype=_choose_dtype(dtype, device_map),
         attn_implementation=attn_implementation,
@@ -67,8 +69,9 @@ def from_gguf(
         offload_folder=offload_folder,
     )
     if vocabulary is not None:
-        tokenizer = build_tokenizer(vocabulary, file.metadata, model.config.max_position_embeddings)
+        tokenizer = build_tokenizer(vocabulary, file.metadata)
     assert tokenizer is not None
+    tokenizer.model_max_length = model.config.max_position_embeddings
     padding = tokenizer.pad_token_id
     model.generation_config.pad_token_id = tokenizer.eos_token_id if padding is None else padding
     return model, tokenizer
@@ -76,8 +79,8 @@ def from_gguf(
 
 def load_model(
     file: ModelSource,
-    vocabulary: Vocabulary | None,
     *,
+    special_ids: Mapping[str, Any] = MappingProxyType({}),
     device_map: Any = None,
     dtype: torch.dtype,
     attn_implementation: str = "sdpa",
@@ -86,12 +89,12 @@ def load_model(
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
 ) -> PreTrainedModel:
-    """The model of an open file; ``vocabulary`` tells special ids, None that there are none."""
+    """The model of an open file, as by ``from_gguf``; ``special_ids`` as in ``read_config``."""
     row = get_architecture(file.arch, shown_path(file.path))
     if isinstance(config, PreTrainedConfig):
         settings = config
     else:
-        settings = read_config(file, row, vocabulary, config or {})
+        settings = read_config(file, row, special_ids, config or {})
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     with torch.device("meta"):
         skeleton = model_class(settings)
@@ -110,6 +113,14 @@ def load_model(
         max_memory=max_memory,
         offload_folder=offload_folder,
     )
+
+
+def _special_ids(source: Vocabulary | PreTrainedTokenizerBase) -> dict[str, Any]:
+    if isinstance(source, Vocabulary):
+        ids = (source.bos, list(source.end_of_generation) or None, source.padding)
+    else:
+        ids = (source.bos_token_id, source.eos_token_id, source.pad_token_id)
+    return dict(zip(("bos_token_id", "eos_token_id", "pad_token_id"), ids, strict=True))
 
 
 def _choose_dtype(dtype: str | torch.dtype, device_map: Any) -> torch.dtype:

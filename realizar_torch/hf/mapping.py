@@ -69,12 +69,17 @@ def map_parameters(file: ModelSource, model: PreTrainedModel, row: Architecture)
         found[parameter] = Source(tensor, info.fmt.name, info.fmt.packed, change)
     used = {item.tensor for item in found.values()} | set(ROPE_TENSORS)
     problems += [f"unexpected {tensor}" for tensor in file.tensors if tensor not in used]
+    refuse_incomplete(source, model, problems)
+    return found
+
+
+def refuse_incomplete(source: str, model: PreTrainedModel, problems: list[str]) -> None:
+    """MissingTensorsError names the first problems, if there are any, and counts the rest."""
     if problems:
         rest = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         raise MissingTensorsError(
             f"{source} is no complete {type(model).__name__}: {'; '.join(problems[:_MAX_SHOWN])}{rest}"
         )
-    return found
 
 
 def packed_formats(sources: Mapping[str, Source], model: PreTrainedModel) -> dict[str, str]:

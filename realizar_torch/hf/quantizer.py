@@ -9,12 +9,12 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from realizar_torch.errors import FormatError, MissingTensorsError
+from realizar_torch.errors import FormatError
+from realizar_torch.hf.mapping import refuse_incomplete
 from realizar_torch.hf.modules import pack_modules
 
 METHOD = "realizar"
 _VERSION = 1
-_MAX_SHOWN = 8
 
 
 @register_quantization_config(METHOD)
@@ -101,8 +101,4 @@ def _check_complete(model: PreTrainedModel, files: Sequence[str]) -> None:
         for name, shape in state.items()
         if name in stored and stored[name] != shape
     ]
-    if problems:
-        rest = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
-        raise MissingTensorsError(
-            f"the checkpoint is no complete {type(model).__name__}: {'; '.join(problems[:_MAX_SHOWN])}{rest}"
-        )
+    refuse_incomplete("the checkpoint", model, problems)

@@ -9,20 +9,18 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from realizar_torch.checkpoint.sentence_piece import SPACE
 from realizar_torch.checkpoint.token_kinds import Kind
 from realizar_torch.checkpoint.tokenizer_metadata import TokenizerMetadata
 from realizar_torch.checkpoint.vocabulary import BYTE_LEVEL, Vocabulary
 from realizar_torch.hf.merges import merge_pairs
 
-SPACE = "▁"
 # Tokens that never take the spaces behind them.
-PLAIN = frozenset(["<unk>", "<s>", "<|endoftext|>"])
+_PLAIN = frozenset(["<unk>", "<s>", "<|endoftext|>"])
 _FOUND_WHOLE = (Kind.UNKNOWN, Kind.CONTROL, Kind.USER_DEFINED)
 
 
-def build_tokenizer(
-    vocabulary: Vocabulary, metadata: Mapping[str, Any], context_length: int
-) -> PreTrainedTokenizerFast:
+def build_tokenizer(vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """The tokenizer that ``vocabulary``, read from ``metadata``, describes.
 
     As transformers' tokenizers do, it finds the text of special tokens in every text. Batches are padded on
@@ -39,7 +37,7 @@ def build_tokenizer(
                 vocabulary.tokens[i],
                 normalized=False,
                 special=kind != Kind.USER_DEFINED,
-                rstrip=swallows and vocabulary.tokens[i] not in PLAIN,
+                rstrip=swallows and vocabulary.tokens[i] not in _PLAIN,
             )
             for i, kind in enumerate(vocabulary.kinds)
             if kind in _FOUND_WHOLE
@@ -54,7 +52,6 @@ def build_tokenizer(
         add_bos_token=vocabulary.add_bos,
         add_eos_token=vocabulary.add_eos,
         chat_template=metadata.get("tokenizer.chat_template"),
-        model_max_length=context_length,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )

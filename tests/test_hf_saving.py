@@ -1,0 +1,137 @@
+"""save_pretrained and from_pretrained of transformers models with packed weights, and what they refuse."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from gguf_files import write_gguf
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_metadata, tiny_tensors, write_tiny_llama
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import realizar_torch as rt
+from realizar_torch.errors import FormatError, MissingTensorsError
+from realizar_torch.nn.layout import PackedModule
+
+TEXT = "the cat and the other"
+GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("hf") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def loaded(path: Path) -> tuple[Any, Any]:
+    return rt.hf.from_gguf(path)
+
+
+def write_tied(path: Path) -> Path:
+    tensors = {name: value for name, value in tiny_tensors().items() if name != "output.weight"}
+    return write_gguf(path, tiny_metadata(), tensors)
+
+
+def saved(model: Any, tokenizer: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_saved_and_loaded_is_byte_equal(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    model, tokenizer = loaded
+    saved(model, tokenizer, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "realizar" and config["formats"]["model.layers.0.mlp.up_proj"] == "Q4_K"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    first, second = model.state_dict(), again.state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    prompt = AutoTokenizer.from_pretrained(tmp_path)(TEXT, return_tensors="pt")
+    assert torch.equal(again.generate(**prompt, **GREEDY), model.generate(**prompt, **GREEDY))
+    # a second generation of files is the same, byte for byte
+    again.save_pretrained(tmp_path / "again")
+    names = ("model.safetensors", "config.json", "generation_config.json")
+    assert all((tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in names)
+
+
+def test_tied_weights_are_saved_once_and_tied_again(path: Path, tmp_path: Path) -> None:
+    tied = write_tied(tmp_path / "tied.gguf")
+    model, tokenizer = rt.hf.from_gguf(tied)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    saved(model, tokenizer, tmp_path / "saved")
+    assert "lm_head.weight" not in load_file(tmp_path / "saved" / "model.safetensors")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    ids = torch.arange(9)[None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_shards_int8_and_another_dtype_survive(path: Path, tmp_path: Path) -> None:
+    model, _ = rt.hf.from_gguf(path, activations="int8")
+    model.save_pretrained(tmp_path, max_shard_size="300KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert again.model.layers[0].mlp.up_proj.activations == "int8"
+    assert again.model.embed_tokens.dtype == again.model.norm.weight.dtype == torch.bfloat16
+    ids = torch.arange(9)[None]
+    half, _ = rt.hf.from_gguf(path, activations="int8", dtype=torch.bfloat16)
+    assert torch.equal(again(ids).logits, half(ids).logits)
+
+
+def test_other_heads_share_the_packed_body(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    model, tokenizer = loaded
+    saved(model, tokenizer, tmp_path)
+    ids = torch.arange(9)[None]
+    body = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(body(ids).last_hidden_state, model.model(ids).last_hidden_state)
+    classifier = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    assert isinstance(classifier.model.layers[0].mlp.up_proj, rt.QuantizedLinear)
+
+
+@pytest.mark.parametrize("key", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_checkpoint_without_a_tensor_is_refused(key: str, loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    saved(*loaded, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[key]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MissingTensorsError, match=f"missing {key}"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_that_says_another_format_is_refused(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    saved(*loaded, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["formats"]["model.layers.0.mlp.up_proj"] = "Q8_0"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        MissingTensorsError, match=r"up_proj\.weight has shape \[512, 144\], expected \[512, 272\]"
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    config["quantization_config"]["version"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match="version 2, expected 1"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_prepacked_models_generate_and_save_the_same(
+    path: Path, loaded: tuple[Any, Any], tmp_path: Path
+) -> None:
+    tied = write_tied(tmp_path / "tied.gguf")
+    for source in (path, tied):
+        model, tokenizer = rt.hf.from_gguf(source)
+        prompt = tokenizer(TEXT, return_tensors="pt")
+        expected = model.generate(**prompt, **GREEDY)
+        model.save_pretrained(tmp_path / "plain")
+        footprint = model.get_memory_footprint()
+        rt.prepack(model, "planar")
+        assert {m.layout for m in model.modules() if isinstance(m, PackedModule)} == {"planar"}
+        assert model.get_memory_footprint() == footprint
+        model.save_pretrained(tmp_path / "prepacked")
+        files = [tmp_path / kind / "model.safetensors" for kind in ("plain", "prepacked")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+        rt.unpack(model)
+        assert torch.equal(model.generate(**prompt, **GREEDY), expected)
