@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -202,7 +203,13 @@ def main() -> None:
         if time.perf_counter() - started > options.seconds:
             print(f"{loop} {weights}: not begun after {options.seconds:.0f} s")
             continue
-        record = bench.measure(loop, weights, make)
+        try:
+            record = bench.measure(loop, weights, make)
+        except Exception:
+            # the other cases do not depend on it
+            traceback.print_exc()
+            bench.forget()
+            continue
         if weights == "dense":
             dense = record["tokens_per_second"]
         report(record, dense)
