@@ -26,34 +26,36 @@ def launches() -> list[AttentionLaunch]:
 
 
 class Case:
-    """Caches of one depth, several of them, and one query."""
+    """Caches of one depth, several of them, and the heads of one new position."""
 
     def __init__(self, depth: int, copies: int):
         self.depth = depth
-        capacity = -(-depth // 64) * 64
+        capacity = -(-(depth + 1) // 64) * 64
         self.caches = [
             tuple(torch.randn(1, KV_HEADS, capacity, DIM, device="cuda").bfloat16() for _ in range(2))
             for _ in range(copies)
         ]
-        self.q = torch.randn(1, HEADS, DIM, device="cuda")
-        self.lengths = torch.full((1,), depth, dtype=torch.int32, device="cuda")
+        self.qkv = torch.randn(1, (HEADS + 2 * KV_HEADS) * DIM, device="cuda")
+        self.positions = torch.full((1,), depth, dtype=torch.int32, device="cuda")
+        # no rotation, which keeps the check below short
+        self.cos = torch.ones(capacity, DIM // 2, device="cuda")
+        self.sin = torch.zeros(capacity, DIM // 2, device="cuda")
         self.scratch = attention_scratch(1, HEADS, KV_HEADS, DIM, capacity, torch.device("cuda"))
         self.nbytes = 2 * 2 * KV_HEADS * depth * DIM
 
     def run(self, index: int, launch: AttentionLaunch | None) -> torch.Tensor:
-        k, v = self.caches[index]
         return decode_attention(
-            self.q, k, v, self.lengths,
+            self.qkv, *self.caches[index], self.positions, self.cos, self.sin,
             scale=1 / math.sqrt(DIM), scratch=self.scratch, quantize=True, launch=launch,
         )[0]  # fmt: skip
 
     def right(self, launch: AttentionLaunch | None) -> bool:
-        k, v = self.caches[0]
-        scores = torch.einsum(
-            "hgd,hsd->hgs", self.q[0].view(KV_HEADS, -1, DIM).double(), k[0, :, : self.depth].double()
-        )
-        expected = (scores / math.sqrt(DIM)).softmax(-1) @ v[0, :, : self.depth].double()
-        return bool((self.run(0, launch).view_as(expected) - expected).abs().max() < 2e-2)
+        found = self.run(0, launch)
+        k, v = (cache[0, :, : self.depth + 1].double() for cache in self.caches[0])
+        q = self.qkv[0, : HEADS * DIM].view(KV_HEADS, -1, DIM).double()
+        scores = torch.einsum("hgd,hsd->hgs", q, k)
+        expected = (scores / math.sqrt(DIM)).softmax(-1) @ v
+        return bool((found.view_as(expected) - expected).abs().max() < 2e-2)
 
     def microseconds(self, launch: AttentionLaunch | None) -> float | None:
         if not self.right(launch):
@@ -73,7 +75,7 @@ def main() -> None:
     options = parser.parse_args()
     limit = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}: read {limit:.0f} GB/s", flush=True)
-    depths = (129, 1024, 8192)
+    depths = (128, 1024, 8192)
     shapes = launches() if options.sweep else [choose_attention(DIM, 2)]
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         pool.map(_compile, [(depth, shape) for depth in depths for shape in shapes], chunksize=4)

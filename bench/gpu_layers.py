@@ -24,7 +24,6 @@ from realizar_torch.triton_kernels.gate_up import gate_up_int8
 from realizar_torch.triton_kernels.matvec import matvec_int8
 from realizar_torch.triton_kernels.qkv import qkv_int8
 from realizar_torch.triton_kernels.quantize import norm_quantize, quantize_activations
-from realizar_torch.triton_kernels.rope import rope_and_store
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,6 @@ class Chain:
         )
         self.cos, self.sin = angles.cos(), angles.sin()
         self.positions = torch.full((1,), depth, dtype=torch.int32, device="cuda")
-        self.lengths = self.positions + 1
         self.scratch = attention_scratch(1, s.heads, s.kv_heads, s.dim, capacity, torch.device("cuda"))
         self.input = torch.randn(1, s.hidden, device="cuda")
 
@@ -112,13 +110,8 @@ class Chain:
                 launches=[shapes.get(f"qkv {f}", choose(f, w.shape[0], s.hidden)) for w, f, _ in qkv_weights],
                 dependent=dependent,
             )
-            k_cache, v_cache = self.k_cache[i], self.v_cache[i]
-            q = rope_and_store(
-                qkv, self.positions, self.cos, self.sin, k_cache, v_cache,
-                q_heads=s.heads, style="interleaved", dependent=dependent,
-            )  # fmt: skip
             _, x = decode_attention(
-                q, k_cache, v_cache, self.lengths,
+                qkv, self.k_cache[i], self.v_cache[i], self.positions, self.cos, self.sin,
                 scale=1 / math.sqrt(s.dim), scratch=self.scratch, quantize=True, dependent=dependent,
             )  # fmt: skip
             w, fmt, layout = layer["o"]
@@ -160,7 +153,7 @@ class Chain:
 def variants() -> list[dict[str, Launch]]:
     """One launch shape changed at a time."""
     found: list[dict[str, Launch]] = [{}]
-    q4 = [(2, 4, 1), (4, 4, 1), (4, 8, 2), (2, 8, 2), (4, 16, 4), (8, 16, 4), (2, 16, 4)]
+    q4 = [(2, 4, 1), (4, 4, 1), (8, 4, 1), (4, 8, 2), (2, 8, 2), (8, 8, 2), (4, 16, 4), (2, 16, 4)]
     for shape in q4:
         found.append({"o": Launch(*shape)})
     for shape in q4:

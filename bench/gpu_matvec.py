@@ -18,8 +18,8 @@ import torch
 
 from realizar_torch import packing, reference
 from realizar_torch.formats import get_packed_format, supported_formats
+from realizar_torch.triton_kernels.blocks import GGML_ONLY, units
 from realizar_torch.triton_kernels.configs import Launch, choose
-from realizar_torch.triton_kernels.decode import GGML_ONLY, units
 from realizar_torch.triton_kernels.matvec import matvec, matvec_int8
 from realizar_torch.triton_kernels.quantize import quantize_activations
 

@@ -18,16 +18,16 @@ class TableStep:
     def __init__(self, model, cache, workspace):
         self.model, self.cache = model, cache
         self.tokens = torch.zeros(cache.batch_size, dtype=torch.int64)
-        self.counters = torch.zeros(2, cache.batch_size, dtype=torch.int32)
+        self.positions = torch.zeros(cache.batch_size, dtype=torch.int32)
         self.logits = torch.zeros(cache.batch_size, VOCAB)
 
     def place(self):
-        self.counters[0] = self.cache.length
+        self.positions.fill_(self.cache.length)
 
     def launch(self):
-        assert self.counters[0].tolist() == [self.cache.length] * len(self.tokens)
+        assert self.positions.tolist() == [self.cache.length] * len(self.tokens)
         self.logits.copy_(self.model.table[self.tokens])
-        self.counters.add_(1)
+        self.positions.add_(1)
 
     def advance(self):
         self.cache.advance(1)

@@ -18,7 +18,7 @@ from realizar_torch.ops.normalization import normalize
 
 pytest.importorskip("triton")
 
-from realizar_torch.triton_kernels.decode import GGML_ONLY
+from realizar_torch.triton_kernels.blocks import GGML_ONLY
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # unit roundoff of the output types

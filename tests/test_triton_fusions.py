@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 from realizar_torch.triton_kernels.attention import attention_scratch, decode_attention
 from realizar_torch.triton_kernels.configs import AttentionLaunch
 from realizar_torch.triton_kernels.gate_up import gate_up, gate_up_int8
+from realizar_torch.triton_kernels.highest import highest_scratch, take_highest
 from realizar_torch.triton_kernels.qkv import qkv_int8
 from realizar_torch.triton_kernels.quantize import quantize_activations
-from realizar_torch.triton_kernels.rope import rope_and_store
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -71,79 +71,74 @@ def test_three_weights_of_different_formats_in_one_launch(third: str, batch: int
         assert_within(y, seen @ decoded.T + extra, int8_kernel_tolerance(seen, decoded) + 1e-6)
 
 
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, style: str) -> torch.Tensor:
-    """x ``[..., D]`` float64, cos and sin ``[..., R/2]``: the rotation written with complex numbers."""
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x ``[..., D]`` float64, cos and sin ``[..., R/2]``: halves turned, written with complex numbers."""
     turn = torch.complex(cos.double(), sin.double())
-    rotary = 2 * turn.shape[-1]
-    head, tail = x[..., :rotary], x[..., rotary:]
-    if style == "halves":
-        first, second = head.chunk(2, -1)
-        z = torch.complex(first, second) * turn
-        return torch.cat([z.real, z.imag, tail], -1)
-    z = torch.view_as_complex(head.unflatten(-1, (-1, 2)).contiguous()) * turn
-    return torch.cat([torch.view_as_real(z).flatten(-2), tail], -1)
+    head, tail = x[..., : 2 * turn.shape[-1]], x[..., 2 * turn.shape[-1] :]
+    first, second = head.chunk(2, -1)
+    z = torch.complex(first, second) * turn
+    return torch.cat([z.real, z.imag, tail], -1)
 
 
-@pytest.mark.parametrize("style", ["interleaved", "halves"])
-@pytest.mark.parametrize("rotary", [16, 24])
-@pytest.mark.parametrize("normed", [False, True])
-def test_rope_and_cache_write(style: str, rotary: int, normed: bool) -> None:
-    batch, tokens, q_heads, kv_heads, dim, capacity = 2, 2, 4, 2, 24, 10
-    qkv = torch.randn(batch * tokens, (q_heads + 2 * kv_heads) * dim, device=DEVICE)
-    angles = 3 * torch.rand(capacity, rotary // 2, device=DEVICE)
-    cos, sin = angles.cos(), angles.sin()
-    # strided views, as layers of one allocation are
-    store = torch.full((batch, capacity, 2, kv_heads, dim), torch.nan, device=DEVICE)
-    k_cache, v_cache = store[:, :, 0].transpose(1, 2), store[:, :, 1].transpose(1, 2)
-    gains = [torch.rand(dim, device=DEVICE) + 0.5 for _ in range(2)] if normed else [None, None]
-    positions = torch.tensor([3, 4, 9, capacity], device=DEVICE)
-    q = rope_and_store(
-        qkv, positions, cos, sin, k_cache, v_cache,
-        q_heads=q_heads, style=style, q_norm=gains[0], k_norm=gains[1], eps=1e-6,
-    )  # fmt: skip
-    heads = qkv.double().view(batch * tokens, -1, dim)
-    parts = [heads[:, :q_heads], heads[:, q_heads : q_heads + kv_heads]]
-    if normed:
-        parts = [
-            p / (p.square().mean(-1, keepdim=True) + 1e-6).sqrt() * g.double()
-            for p, g in zip(parts, gains, strict=True)
-        ]
-    inside = positions < capacity
-    at = positions.clamp(max=capacity - 1)
-    expected = [rotated(p, cos[at][:, None], sin[at][:, None], style) for p in parts]
-    torch.testing.assert_close(q[inside].double(), expected[0][inside], rtol=1e-5, atol=1e-5)
-    written = torch.zeros(batch, capacity, dtype=torch.bool, device=DEVICE)
-    for row, position in enumerate(positions.tolist()):
-        if position < capacity:
-            written[row // tokens, position] = True
-            torch.testing.assert_close(
-                k_cache[row // tokens, :, position].double(), expected[1][row], rtol=1e-5, atol=1e-5
+class AttentionCase:
+    """Random caches with ``positions`` known rows per sequence, new heads, and the float64 answer."""
+
+    def __init__(
+        self, positions, dtype, *, q_heads=6, kv_heads=2, dim=32, capacity=300, rotary=24, normed=False
+    ):
+        batch = len(positions)
+        self.scale, self.positions = 0.25, torch.tensor(positions, device=DEVICE)
+        self.qkv = torch.randn(batch, (q_heads + 2 * kv_heads) * dim, device=DEVICE)
+        # strided views, as layers of one allocation are
+        self.store = torch.randn(batch, capacity, 2, kv_heads, dim, device=DEVICE).to(dtype)
+        self.k, self.v = self.store[:, :, 0].transpose(1, 2), self.store[:, :, 1].transpose(1, 2)
+        angles = 3 * torch.rand(capacity, rotary // 2, device=DEVICE)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.norms = {}
+        if normed:
+            gains = {name: torch.rand(dim, device=DEVICE) + 0.5 for name in ("q_norm", "k_norm")}
+            self.norms = gains | {"eps": 1e-6, "zero_centered": True}
+        self.heads = self.qkv.double().view(batch, -1, dim).split([q_heads, kv_heads, kv_heads], 1)
+
+    def run(self, **options):
+        options |= {"scale": self.scale} | self.norms
+        return decode_attention(self.qkv, self.k, self.v, self.positions, self.cos, self.sin, **options)
+
+    def new_heads(self, starts=None):
+        """Rotated q and k and the new v of every sequence, float64 ``[batch, heads, D]``."""
+        q, k, v = self.heads
+        if self.norms:
+            q, k = (
+                p / (p.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + self.norms[name].double())
+                for p, name in ((q, "q_norm"), (k, "k_norm"))
             )
-            assert torch.equal(v_cache[row // tokens, :, position].double(), heads[row, q_heads + kv_heads :])
-    assert store[~written].isnan().all()
+        at = self.positions - (0 if starts is None else starts)
+        return *(rotated(p, self.cos[at][:, None], self.sin[at][:, None]) for p in (q, k)), v
+
+    def expected(self, starts=None, window=0, softcap=0.0):
+        q, k_new, v_new = self.new_heads(starts)
+        dtype, group = self.k.dtype, q.shape[1] // k_new.shape[1]
+        out = torch.zeros_like(q)
+        for b, position in enumerate(self.positions.tolist()):
+            start = 0 if starts is None else int(starts[b])
+            if window:
+                start = max(start, position + 1 - window)
+            for h in range(q.shape[1]):
+                keys = torch.cat(
+                    [self.k[b, h // group, start:position], k_new[b, h // group, None].to(dtype)]
+                )
+                values = torch.cat(
+                    [self.v[b, h // group, start:position], v_new[b, h // group, None].to(dtype)]
+                )
+                score = keys.double() @ q[b, h] * self.scale
+                if softcap:
+                    score = softcap * torch.tanh(score / softcap)
+                out[b, h] = score.softmax(0) @ values.double()
+        return out.flatten(1)
 
 
-def attention_oracle(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: list[int],
-    scale: float,
-    window: int,
-    softcap: float,
-) -> torch.Tensor:
-    batch, heads, dim = q.shape
-    group = heads // k.shape[1]
-    out = torch.zeros(batch, heads, dim, dtype=torch.float64, device=q.device)
-    for b, length in enumerate(lengths):
-        start = max(0, length - window) if window else 0
-        for h in range(heads):
-            score = k[b, h // group, start:length].double() @ q[b, h].double() * scale
-            if softcap:
-                score = softcap * torch.tanh(score / softcap)
-            if length:
-                out[b, h] = score.softmax(0) @ v[b, h // group, start:length].double()
-    return out
+# a query, a key and probabilities rounded to the cache's type: 2^-8 of |score| <= 8 and of |v| <= 4 for bf16
+ATTENTION_TOLERANCE = {torch.float32: 4e-6, torch.float16: 8e-3, torch.bfloat16: 6e-2}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -152,53 +147,86 @@ def attention_oracle(
 def test_decode_attention(
     dtype: torch.dtype, window: int, softcap: float, launch: AttentionLaunch | None
 ) -> None:
-    batch, q_heads, kv_heads, dim, capacity = 3, 6, 2, 32, 300
-    q = torch.randn(batch, q_heads, dim, device=DEVICE)
-    k, v = (
-        torch.randn(batch, capacity, kv_heads, dim, device=DEVICE).to(dtype).transpose(1, 2) for _ in range(2)
-    )
-    scratch = attention_scratch(batch, q_heads, kv_heads, dim, capacity, q.device)
-    for lengths in ([1, 64, 300], [0, 65, 31]):
-        out, int8 = decode_attention(
-            q, k, v, torch.tensor(lengths, device=DEVICE),
-            scale=0.25, window=window, softcap=softcap, scratch=scratch, quantize=True, launch=launch,
-        )  # fmt: skip
-        expected = attention_oracle(q, k, v, lengths, 0.25, window, softcap)
-        # a query and probabilities rounded to the cache's type: 2^-8 of |score| <= 4 and of |v| <= 4 for bf16
-        atol = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-        torch.testing.assert_close(out.view(batch, q_heads, dim).double(), expected, rtol=0, atol=atol)
+    scratch = attention_scratch(3, 6, 2, 32, 300, torch.device(DEVICE))
+    for positions in ([1, 64, 299], [0, 65, 31]):
+        case = AttentionCase(positions, dtype)
+        expected = case.expected(window=window, softcap=softcap)
+        out, int8 = case.run(window=window, softcap=softcap, scratch=scratch, quantize=True, launch=launch)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=ATTENTION_TOLERANCE[dtype])
         exact = reference.quantize_activations(out.cpu(), "Q8_0")
         assert torch.equal(int8[0].cpu(), exact.q)
         assert torch.equal(int8[1].cpu(), exact.scale) and torch.equal(int8[2].cpu(), exact.sums)
         assert (scratch[2] == 0).all()
 
 
+@pytest.mark.parametrize("rotary", [16, 32])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_new_position_is_rotated_and_written(rotary: int, normed: bool, padded: bool) -> None:
+    case = AttentionCase([3, 70, 9], torch.float32, rotary=rotary, normed=normed)
+    starts = torch.tensor([2, 0, 9], device=DEVICE) if padded else None
+    before = case.store.clone()
+    expected = case.expected(starts)
+    out, _ = case.run(starts=starts)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+    _, k, v = case.new_heads(starts)
+    for row, position in enumerate(case.positions.tolist()):
+        torch.testing.assert_close(case.k[row, :, position].double(), k[row], rtol=1e-5, atol=1e-5)
+        assert torch.equal(case.v[row, :, position].double(), v[row])
+        before[row, position] = case.store[row, position]
+    assert torch.equal(case.store, before), "another position was written"
+
+
+def test_a_position_outside_the_cache_is_not_written() -> None:
+    case = AttentionCase([300, -1, 5], torch.float32)
+    before = case.store.clone()
+    out, _ = case.run()
+    assert out[:2].isnan().all() and out[2].isfinite().all()
+    assert torch.equal(case.store[:2], before[:2])
+
+
 def test_attention_propagates_nan_and_names_wrong_shapes() -> None:
-    q = torch.randn(1, 2, 16, device=DEVICE)
-    k = torch.randn(1, 2, 8, 16, device=DEVICE)
-    v = torch.randn(1, 2, 8, 16, device=DEVICE)
-    k[0, 1, 3] = torch.nan
-    lengths = torch.tensor([8], device=DEVICE)
-    out, _ = decode_attention(q, k, v, lengths, scale=0.25)
-    assert out[0, 16:].isnan().all() and not out[0, :16].isnan().any()
-    with pytest.raises(FormatError, match="q is"):
-        decode_attention(q[:, :1], k, v, lengths, scale=0.25)
-    with pytest.raises(FormatError, match="lengths"):
-        decode_attention(q, k, v, lengths.float(), scale=0.25)
+    case = AttentionCase([8], torch.float32, q_heads=2)
+    case.k[0, 1, 3] = torch.nan
+    out, _ = case.run()
+    assert out[0, 32:].isnan().all() and not out[0, :32].isnan().any()
+    case.qkv[0, :32] = torch.nan
+    assert case.run()[0].isnan().all()
+    case.positions = case.positions.float()
+    with pytest.raises(FormatError, match="positions"):
+        case.run()
+    case.qkv = case.qkv[:, :-1]
+    with pytest.raises(FormatError, match="qkv is"):
+        case.run()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 def test_decode_attention_at_real_sizes(dtype: torch.dtype, dim: int) -> None:
-    batch, q_heads, kv_heads, capacity = 2, 32, 8, 3000
-    q = torch.randn(batch, q_heads, dim, device=DEVICE)
-    k, v = (torch.randn(batch, kv_heads, capacity, dim, device=DEVICE).to(dtype) for _ in range(2))
-    lengths = torch.tensor([2999, 129], device=DEVICE, dtype=torch.int32)
-    scale = 1 / math.sqrt(dim)
-    out, _ = decode_attention(q, k, v, lengths, scale=scale, quantize=True)
-    expected = attention_oracle(q, k, v, [2999, 129], scale, 0, 0.0)
-    atol = 5e-6 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(out.view(batch, q_heads, dim).double(), expected, rtol=0, atol=atol)
-    again, _ = decode_attention(q, k, v, lengths, scale=scale, quantize=True)
+    case = AttentionCase(
+        [2998, 128], dtype, q_heads=32, kv_heads=8, dim=dim, capacity=3000, rotary=dim // 4 * 2, normed=True
+    )
+    # norm weights near 2 make q·k four times as large
+    case.scale = 1 / (4 * math.sqrt(dim))
+    expected = case.expected()
+    out, _ = case.run(quantize=True)
+    atol = 2e-5 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+    again, _ = case.run(quantize=True)
     assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 4099])
+def test_highest_token(vocabulary: int) -> None:
+    logits = torch.randn(7, vocabulary, device=DEVICE)
+    logits[1] = -logits[1].abs() - 1
+    logits[2, 4], logits[3, 1], logits[4] = math.nan, math.inf, -math.inf
+    logits[5, 1] = logits[5, vocabulary - 1] = 90.0
+    logits[6] = -1.0
+    logits[6, 2:4] = torch.tensor([-0.0, 0.0])
+    tokens, scratch = torch.full((7,), 99, device=DEVICE), highest_scratch(7, torch.device(DEVICE))
+    for _ in range(2):
+        take_highest(logits, tokens, scratch)
+        assert tokens[:2].tolist() == logits[:2].argmax(-1).tolist()
+        assert tokens[2:].tolist() == [-1, -1, -1, 1, 2]

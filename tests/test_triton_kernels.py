@@ -24,8 +24,8 @@ from realizar_torch.formats import get_packed_format
 
 pytest.importorskip("triton")
 
+from realizar_torch.triton_kernels.blocks import GGML_ONLY, units
 from realizar_torch.triton_kernels.configs import choose
-from realizar_torch.triton_kernels.decode import GGML_ONLY, units
 from realizar_torch.triton_kernels.dequantize import dequantize, embedding
 from realizar_torch.triton_kernels.matvec import matvec, matvec_int8
 from realizar_torch.triton_kernels.quantize import norm_quantize, normalize, quantize_activations

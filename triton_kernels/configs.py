@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from realizar_torch.formats import get_packed_format
-from realizar_torch.triton_kernels.decode import planes, units
+from realizar_torch.triton_kernels.blocks import planes, units
 
 
 @dataclass(frozen=True)

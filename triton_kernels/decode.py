@@ -1,237 +1,165 @@
-"""One block decoder per packed format: bytes → packed 8-bit quants with their scales.
+"""One block decoder per packed format: the raw loads of a unit, and their quants with the scales.
 
-Every decoder reads one *unit* of a block: 16-byte runs that one thread loads whole. A unit yields P *planes*;
-a plane is 16 consecutive weights as four words of four bytes, and all 16 share one scale:
+A decoder is two functions. ``load_unit`` reads a unit's bytes and computes nothing with them, so that they
+can be on their way while something else is waited for; ``decode_unit`` gives P planes of 16 consecutive
+weights, four words of four bytes each, which share one scale:
 
     w = d * s * (q / lift - zero) - dmin * m
 
-with d and dmin fp32, s and m small integers (1 where a format has none).
-
-Plane p of unit u holds group (u // H) * H * P + H * p + u % H of the block's groups of 16. All products are
-exact in fp32, so fused and separate rounding agree with ggml bit for bit. A field of block b lies at ``row +
-b * block_bytes + offset`` (layout "ggml") or ``row + blocks * offset + b * field_bytes`` ("planar").
+with d and dmin fp32, s and m small integers (1 where a format has none). All products are exact in fp32, so
+fused and separate rounding agree with ggml bit for bit. Units, planes and addresses: see blocks.py.
 """
-
-import math
 
 import triton
 import triton.language as tl
 
-from realizar_torch.formats import PACKED_FORMATS, get_packed_format
-from realizar_torch.triton_kernels.primitives import (
-    load_half,
-    load_word,
-    load_words,
-    split_words,
+from realizar_torch.triton_kernels.blocks import (
+    field,
+    has_minimum,
+    has_sub_scales,
+    lift,
+    signed_quants,
+    units,
+    zero_point,
 )
-
-# Tables are constexpr so that Triton's caches key on their content. fmt: (units per block, planes per unit,
-# units per 32-weight run, zero point, bits that plane p + 1 lies above p: masking quants in place, without
-# shifting them down, saves an instruction per word)
-_SHAPES = tl.constexpr(
-    {
-        "Q4_0": (1, 2, 1, 8, 4),
-        "Q4_1": (1, 2, 1, 0, 4),
-        "Q5_0": (1, 2, 1, 16, 0),
-        "Q5_1": (1, 2, 1, 0, 0),
-        "Q8_0": (2, 1, 2, 0, 0),
-        "Q2_K": (4, 4, 2, 0, 2),
-        "Q3_K": (4, 4, 2, 4, 0),
-        "Q4_K": (8, 2, 2, 0, 4),
-        "Q5_K": (8, 2, 2, 0, 0),
-        "Q6_K": (4, 4, 2, 32, 0),
-    }
-)
-_SIZES = tl.constexpr({fmt.name: (fmt.block_size, fmt.block_bytes) for fmt in PACKED_FORMATS})
-_FIELDS = tl.constexpr(
-    {(fmt.name, f.name): (fmt.offset(f.name), f.nbytes) for fmt in PACKED_FORMATS for f in fmt.fields}
-)
-# Their 16-byte header is read in one load, which needs it in one piece.
-GGML_ONLY = ("Q4_K", "Q5_K")
+from realizar_torch.triton_kernels.primitives import load_half, load_word, load_words, split_words
 
 
-@triton.constexpr_function
-def units(fmt):
-    return _SHAPES.value[fmt][0]
+@triton.jit
+def load_unit(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
+    """The bytes of one unit, as ``decode_unit`` takes them: a tuple of words and fp16 values.
 
-
-@triton.constexpr_function
-def planes(fmt):
-    return _SHAPES.value[fmt][1]
-
-
-@triton.constexpr_function
-def run_units(fmt):
-    return _SHAPES.value[fmt][2]
-
-
-@triton.constexpr_function
-def zero_point(fmt):
-    return _SHAPES.value[fmt][3]
-
-
-@triton.constexpr_function
-def lift(fmt, plane):
-    return 1 << (plane * _SHAPES.value[fmt][4])
-
-
-@triton.constexpr_function
-def has_sub_scales(fmt):
-    return fmt.endswith("_K")
-
-
-@triton.constexpr_function
-def has_minimum(fmt):
-    return (fmt, "m") in _FIELDS.value or (fmt, "dmin") in _FIELDS.value
-
-
-@triton.constexpr_function
-def signed_quants(fmt):
-    return fmt == "Q8_0"
-
-
-@triton.constexpr_function
-def block_size(fmt):
-    return _SIZES.value[fmt][0]
-
-
-@triton.constexpr_function
-def block_bytes(fmt):
-    return _SIZES.value[fmt][1]
-
-
-@triton.constexpr_function
-def offset(fmt, field):
-    return _FIELDS.value[fmt, field][0]
-
-
-@triton.constexpr_function
-def field_bytes(fmt, field):
-    return _FIELDS.value[fmt, field][1]
-
-
-def alignment(fmt: str, layout: str, pointer: int, row_stride: int, blocks: int) -> int:
-    """The largest power of two (2 to 16) dividing every address that the decoder reads as 32-bit words."""
-    found = get_packed_format(fmt)
-    wide = [field.name for field in found.fields if field.nbytes >= 4]
-    if layout == "ggml":
-        steps = [found.block_bytes, *(found.offset(name) for name in wide)]
+    ``row`` are byte pointers ``[rows, 1]``, ``block`` and ``unit`` int32 ``[1, lanes]``. Masked lanes read
+    zero bytes.
+    """
+    # scalars of a block are needed by all its units
+    each = block + unit // units(FMT)
+    if FMT == "Q4_K" or FMT == "Q5_K":
+        header = load_words(row, field(each, blocks, FMT, "d", False), mask, ALIGN)
+        quants = load_words(row, field(block, blocks, FMT, "qs", False) + 16 * unit, mask, ALIGN)
+        if FMT == "Q4_K":
+            return quants, header
+        else:
+            bits = load_words(row, field(block, blocks, FMT, "qh", False) + 16 * (unit % 2), mask, ALIGN)
+            return quants, header, bits
     else:
-        steps = [blocks * found.offset(name) for name in wide]
-        steps += [field.nbytes for field in found.fields if field.nbytes >= 4]
-    return math.gcd(16, pointer, row_stride, *steps)
+        d = load_half(row, field(each, blocks, FMT, "d", PLANAR), mask)
+        if FMT == "Q6_K":
+            ql = field(block, blocks, FMT, "ql", PLANAR) + (64 * (unit // 2) + 16 * (unit % 2))
+            low, high = load_words(row, ql, mask, ALIGN), load_words(row, ql + 32, mask, ALIGN)
+            bits = load_words(row, field(block, blocks, FMT, "qh", PLANAR) + 16 * unit, mask, ALIGN)
+            scales = field(each, blocks, FMT, "scales", PLANAR) + 8 * (unit // 2)
+            return (
+                low,
+                d,
+                high,
+                bits,
+                load_word(row, scales, mask, ALIGN),
+                load_word(row, scales + 4, mask, ALIGN),
+            )
+        else:
+            quants = load_words(row, field(block, blocks, FMT, "qs", PLANAR) + 16 * unit, mask, ALIGN)
+            if FMT == "Q2_K":
+                scales = field(block, blocks, FMT, "scales", PLANAR) + 8 * (unit // 2)
+                first, second = load_word(row, scales, mask, ALIGN), load_word(row, scales + 4, mask, ALIGN)
+                dmin = load_half(row, field(each, blocks, FMT, "dmin", PLANAR), mask)
+                return quants, d, first, second, dmin
+            elif FMT == "Q3_K":
+                hmask = field(block, blocks, FMT, "hmask", PLANAR) + 16 * (unit % 2)
+                bits = load_words(row, hmask, mask, ALIGN)
+                scales = field(each, blocks, FMT, "scales", PLANAR)
+                first, second = load_word(row, scales, mask, ALIGN), load_word(row, scales + 4, mask, ALIGN)
+                return quants, d, bits, first, second, load_word(row, scales + 8, mask, ALIGN)
+            elif FMT == "Q4_1":
+                return quants, d, load_half(row, field(each, blocks, FMT, "m", PLANAR), mask)
+            elif FMT == "Q5_0":
+                return quants, d, load_word(row, field(each, blocks, FMT, "qh", PLANAR), mask, ALIGN)
+            elif FMT == "Q5_1":
+                bits = load_word(row, field(each, blocks, FMT, "qh", PLANAR), mask, ALIGN)
+                return quants, d, bits, load_half(row, field(each, blocks, FMT, "m", PLANAR), mask)
+            else:
+                tl.static_assert(FMT == "Q4_0" or FMT == "Q8_0")
+                return quants, d
 
 
 @triton.jit
-def field(row, block, blocks, FMT: tl.constexpr, NAME: tl.constexpr, PLANAR: tl.constexpr):
-    """Byte address of a field of ``block`` in the row that starts at ``row``."""
-    if PLANAR:
-        return row + (blocks * offset(FMT, NAME) + block * field_bytes(FMT, NAME))
-    else:
-        return row + (block * block_bytes(FMT) + offset(FMT, NAME))
+def decode_unit(raw, unit, FMT: tl.constexpr):
+    """(words, s, m, d, dmin) of what ``load_unit`` read; s and m are empty where all are 1.
 
-
-@triton.jit
-def group_of(unit, plane, FMT: tl.constexpr):
-    """Which 16 weights of the block a plane of a unit holds."""
-    H: tl.constexpr = run_units(FMT)
-    return (unit // H) * (H * planes(FMT)) + H * plane + unit % H
-
-
-@triton.jit
-def decode_unit(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
-    """One unit: (words, s, m, d, dmin); words, s and m are tuples of P tensors, s and m empty where all are
-    1.
-
-    ``row`` uint8 pointers, ``block`` and ``unit`` int32, broadcastable to ``[units, blocks, rows]``; words
-    are ``[units, blocks, rows, 4]`` int32, s and m int32, d and dmin fp32 ``[units, blocks, rows]``. Without
-    a minimum dmin is d. Masked lanes read zero bytes.
+    words, s and m are tuples of P tensors: words ``[rows, lanes, 4]`` int32, s and m int32, d and dmin
+    fp32 ``[rows, lanes]``. Without a minimum dmin is d.
     """
     if FMT == "Q4_0" or FMT == "Q4_1" or FMT == "Q5_0" or FMT == "Q5_1":
-        return _legacy(row, block, unit, blocks, mask, FMT, PLANAR, ALIGN)
+        return _legacy(raw, FMT)
     elif FMT == "Q8_0":
-        return _q8_0(row, block, unit, blocks, mask, FMT, PLANAR, ALIGN)
+        # w = d*q. Bytes: d f16, 32 int8; unit u holds weights 16u to 16u+15
+        d = raw[1].to(tl.float32)
+        return (raw[0],), (), (), d, d
     elif FMT == "Q2_K":
-        return _q2_k(row, block, unit, blocks, mask, FMT, PLANAR, ALIGN)
+        return _q2_k(raw, unit)
     elif FMT == "Q3_K":
-        return _q3_k(row, block, unit, blocks, mask, FMT, PLANAR, ALIGN)
+        return _q3_k(raw, unit)
     elif FMT == "Q6_K":
-        return _q6_k(row, block, unit, blocks, mask, FMT, PLANAR, ALIGN)
+        return _q6_k(raw, unit)
     else:
-        tl.static_assert(FMT == "Q4_K" or FMT == "Q5_K")
-        return _q45_k(row, block, unit, blocks, mask, FMT, ALIGN)
+        return _q45_k(raw, unit, FMT)
 
 
 @triton.jit
-def _legacy(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
+def _legacy(raw, FMT: tl.constexpr):
     """w = d*(q-zero) or d*q + m. Bytes: d f16 [m f16] [qh 4] qs 16; qs[i] holds weights i (low) and 16+i
     (high nibble).
 
     Bit i of qh is the fifth bit of weight i.
     """
-    block = block + unit // units(FMT)
-    quants = load_words(field(row, block, blocks, FMT, "qs", PLANAR), mask, ALIGN)
+    quants = raw[0]
     low = quants & 0x0F0F0F0F
     if FMT == "Q4_0" or FMT == "Q4_1":
         high = quants & -0x0F0F0F10
     else:
         high = (quants >> 4) & 0x0F0F0F0F
-        bits = tl.expand_dims(load_word(field(row, block, blocks, FMT, "qh", PLANAR), mask, ALIGN), -1)
+        bits = tl.expand_dims(raw[2], -1)
         nibble = 4 * tl.arange(0, 4)
         # The product spreads bits 0..3 to bit 0 of bytes 0..3.
         low |= ((((bits >> nibble) & 0xF) * 0x00204081) & 0x01010101) << 4
         high |= ((((bits >> (nibble + 16)) & 0xF) * 0x00204081) & 0x01010101) << 4
-    d = load_half(field(row, block, blocks, FMT, "d", PLANAR), mask)
+    d = raw[1].to(tl.float32)
     if has_minimum(FMT):
-        dmin = -load_half(field(row, block, blocks, FMT, "m", PLANAR), mask)
+        dmin = -raw[len(raw) - 1].to(tl.float32)
     else:
         dmin = d
     return (low, high), (), (), d, dmin
 
 
 @triton.jit
-def _q8_0(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
-    """w = d*q. Bytes: d f16, 32 int8; unit u holds weights 16u to 16u+15."""
-    quants = load_words(field(row, block, blocks, FMT, "qs", PLANAR) + 16 * unit, mask, ALIGN)
-    d = load_half(field(row, block + unit // units(FMT), blocks, FMT, "d", PLANAR), mask)
-    return (quants,), (), (), d, d
-
-
-@triton.jit
-def _q2_k(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
+def _q2_k(raw, unit):
     """w = d*(s&15)*q - dmin*(s>>4), s = scales[group]. Bits 2p, 2p+1 of qs[32n+l] belong to weight 128n + 32p
     + l.
     """
-    quants = load_words(field(row, block, blocks, FMT, "qs", PLANAR) + 16 * unit, mask, ALIGN)
-    scales = field(row, block, blocks, FMT, "scales", PLANAR) + (unit // 2) * 8
-    first = load_word(scales, mask, ALIGN) >> ((unit % 2) * 8)
-    second = load_word(scales + 4, mask, ALIGN) >> ((unit % 2) * 8)
-    d = load_half(field(row, block + unit // units(FMT), blocks, FMT, "d", PLANAR), mask)
-    dmin = load_half(field(row, block + unit // units(FMT), blocks, FMT, "dmin", PLANAR), mask)
+    quants, d, first, second, dmin = raw
+    first = first >> ((unit % 2) * 8)
+    second = second >> ((unit % 2) * 8)
     words = (quants & 0x03030303, quants & 0x0C0C0C0C, quants & 0x30303030, quants & -0x3F3F3F40)
     scales = (first & 15, (first >> 16) & 15, second & 15, (second >> 16) & 15)
     minimums = ((first >> 4) & 15, (first >> 20) & 15, (second >> 4) & 15, (second >> 20) & 15)
-    return words, scales, minimums, d, dmin
+    return words, scales, minimums, d.to(tl.float32), dmin.to(tl.float32)
 
 
 @triton.jit
-def _q3_k(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
+def _q3_k(raw, unit):
     """w = d*(s-32)*(q-4). q = two bits as in Q2_K | bit 4n+p of hmask[l] << 2.
 
     The 6-bit s of group g: low four bits in nibble g//8 of scales[g%8], high two in bits 2*(g//4) of
     scales[8+g%4].
     """
+    quants, d, bits, first, second, third = raw
     n = unit // 2
     h = unit % 2
-    quants = load_words(field(row, block, blocks, FMT, "qs", PLANAR) + 16 * unit, mask, ALIGN)
-    bits = load_words(field(row, block, blocks, FMT, "hmask", PLANAR) + 16 * h, mask, ALIGN)
     bits = bits >> tl.expand_dims(4 * n, -1)
-    scales = field(row, block + unit // units(FMT), blocks, FMT, "scales", PLANAR)
-    d = load_half(field(row, block + unit // units(FMT), blocks, FMT, "d", PLANAR), mask)
     # groups 8n+h, 8n+2+h from word 0 and 8n+4+h, 8n+6+h from word 1; all four share word 2.
-    first = load_word(scales, mask, ALIGN) >> (8 * h + 4 * n)
-    second = load_word(scales + 4, mask, ALIGN) >> (8 * h + 4 * n)
-    third = load_word(scales + 8, mask, ALIGN) >> (8 * h + 4 * n)
+    first = first >> (8 * h + 4 * n)
+    second = second >> (8 * h + 4 * n)
+    third = third >> (8 * h + 4 * n)
     words = (
         (quants & 0x03030303) | ((bits & 0x01010101) << 2),
         ((quants >> 2) & 0x03030303) | ((bits & 0x02020202) << 1),
@@ -244,11 +172,12 @@ def _q3_k(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexp
         ((second & 15) | (((third >> 2) & 3) << 4)) - 32,
         (((second >> 16) & 15) | (((third >> 18) & 3) << 4)) - 32,
     )
+    d = d.to(tl.float32)
     return words, scales, (), d, d
 
 
 @triton.jit
-def _q45_k(row, block, unit, blocks, mask, FMT: tl.constexpr, ALIGN: tl.constexpr):
+def _q45_k(raw, unit, FMT: tl.constexpr):
     """w = d*sc[s]*q - dmin*m[s], 8 sub-blocks of 32. Bytes: d, dmin f16, 12 of 6-bit pairs, [qh 32], qs 128.
 
     qs[32c+l] holds weights 64c+l (low nibble) and 64c+32+l; bit s of qh[l] is the fifth bit of weight 32s+l.
@@ -256,14 +185,11 @@ def _q45_k(row, block, unit, blocks, mask, FMT: tl.constexpr, ALIGN: tl.constexp
     4 | b[s-4] >> 6 << 4, where a, b, e are the three words of the packed scales.
     """
     c = unit // 2
-    header, a, b, e = split_words(
-        load_words(field(row, block + unit // units(FMT), blocks, FMT, "d", False), mask, ALIGN)
-    )
-    quants = load_words(field(row, block, blocks, FMT, "qs", False) + 16 * unit, mask, ALIGN)
+    quants = raw[0]
+    header, a, b, e = split_words(raw[1])
     low = quants & 0x0F0F0F0F
     if FMT == "Q5_K":
-        bits = load_words(field(row, block, blocks, FMT, "qh", False) + 16 * (unit % 2), mask, ALIGN)
-        bits = bits >> (2 * c)[:, :, :, None]
+        bits = raw[2] >> tl.expand_dims(2 * c, -1)
         low |= (bits & 0x01010101) << 4
         high = ((quants >> 4) & 0x0F0F0F0F) | ((bits & 0x02020202) << 3)
     else:
@@ -284,24 +210,18 @@ def _q45_k(row, block, unit, blocks, mask, FMT: tl.constexpr, ALIGN: tl.constexp
 
 
 @triton.jit
-def _q6_k(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
+def _q6_k(raw, unit):
     """w = d*scales[group]*(q-32), scales int8. Half n of 128 weights: ql[64n+l], ql[64n+32+l], qh[32n+l], l <
     32.
 
     Weights 128n + l, +32, +64, +96 take nibbles ql[l]&15, ql[32+l]&15, ql[l]>>4, ql[32+l]>>4 and bits 0-1,
     2-3, 4-5, 6-7 of qh[l] above them.
     """
-    n = unit // 2
-    h = unit % 2
-    ql = field(row, block, blocks, FMT, "ql", PLANAR) + (64 * n + 16 * h)
-    a = load_words(ql, mask, ALIGN)
-    b = load_words(ql + 32, mask, ALIGN)
-    bits = load_words(field(row, block, blocks, FMT, "qh", PLANAR) + 16 * unit, mask, ALIGN)
-    scales = field(row, block, blocks, FMT, "scales", PLANAR) + 8 * n
+    a, d, b, bits, first, second = raw
     # bytes h and 2+h of each word, sign-extended
-    first = load_word(scales + unit // units(FMT), mask, ALIGN) << (8 - 8 * h)
-    second = load_word(scales + unit // units(FMT) + 4, mask, ALIGN) << (8 - 8 * h)
-    d = load_half(field(row, block + unit // units(FMT), blocks, FMT, "d", PLANAR), mask)
+    first = first << (8 - 8 * (unit % 2))
+    second = second << (8 - 8 * (unit % 2))
+    d = d.to(tl.float32)
     words = (
         (a & 0x0F0F0F0F) | ((bits << 4) & 0x30303030),
         (b & 0x0F0F0F0F) | ((bits << 2) & 0x30303030),
@@ -313,7 +233,7 @@ def _q6_k(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.constexp
 
 @triton.jit
 def word_weights(word, s, m, d, dmin, plane: tl.constexpr, FMT: tl.constexpr):
-    """fp32 weights ``[..., 4]`` of one word of each lane; s and m as ``decode_unit`` gives them."""
+    """fp32 weights ``[rows, lanes, 4]`` of one word of each lane; s and m as ``decode_unit`` gives them."""
     shift = 8 * tl.arange(0, 4)
     word = tl.expand_dims(word, -1)
     if signed_quants(FMT):

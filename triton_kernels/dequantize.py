@@ -5,17 +5,12 @@ import triton
 import triton.language as tl
 
 from realizar_torch.errors import FormatError
-from realizar_torch.triton_kernels.decode import (
-    block_size,
-    decode_unit,
-    group_of,
-    planes,
-    units,
-    word_weights,
-)
+from realizar_torch.triton_kernels.blocks import block_size, group_of, planes, units
+from realizar_torch.triton_kernels.decode import decode_unit, load_unit, word_weights
 from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, PackedRows, on_device, packed_rows, same_device
 from realizar_torch.triton_kernels.matvec import output_tensor
 from realizar_torch.triton_kernels.primitives import cast, split_words
+from realizar_torch.triton_kernels.row_sums import lane_position
 
 
 @triton.jit
@@ -36,10 +31,10 @@ def _decode_rows_kernel(
         source = tl.load(ids + i).to(tl.int64)
         known = (source >= 0) & (source < n_rows)
         source = tl.where(known, source, 0)
-    block = (tl.program_id(1) * CB + tl.arange(0, CB))[None, :, None]
-    unit = tl.arange(0, units(FMT))[:, None, None]
-    row = weight + source * tl.multiple_of(row_stride, ALIGN)
-    words, s, minimum, d, dmin = decode_unit(row, block, unit, blocks, block < blocks, FMT, PLANAR, ALIGN)
+    block, unit = lane_position(tl.program_id(1) * CB, FMT, CB)
+    row = weight + source * tl.multiple_of(row_stride, ALIGN) + tl.zeros([1, 1], tl.int32)
+    raw = load_unit(row, block, unit, blocks, block < blocks, FMT, PLANAR, ALIGN)
+    words, s, minimum, d, dmin = decode_unit(raw, unit, FMT)
     for p in tl.static_range(planes(FMT)):
         four = split_words(words[p])
         first = block * block_size(FMT) + 16 * group_of(unit, p, FMT)

@@ -16,7 +16,7 @@ from realizar_torch.triton_kernels.launch import (
 )
 from realizar_torch.triton_kernels.matvec import check_int8, output_tensor
 from realizar_torch.triton_kernels.primitives import cast, release_successor
-from realizar_torch.triton_kernels.row_sums import float_rows, int8_row_pairs
+from realizar_torch.triton_kernels.row_sums import float_sums, int8_sums, reduce_rows, row_pointers
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -32,6 +32,25 @@ def activate(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def pair_pointers(gate, gate_stride, up, up_stride, first_row, n_rows, ALIGN: tl.constexpr, BN: tl.constexpr):
+    """BN rows of ``gate`` and the same rows of ``up``: one loop reads both and loads x once."""
+    gates = row_pointers(gate, gate_stride, first_row, n_rows, ALIGN, BN)
+    return gates, row_pointers(up, up_stride, first_row, n_rows, ALIGN, BN)
+
+
+@triton.jit
+def store_products(
+    total, first_row, n_rows, out, M: tl.constexpr, BN: tl.constexpr, ACTIVATION: tl.constexpr
+):
+    """out[m, rows] = act(gate) * up."""
+    gates, ups = reduce_rows(total, 0, M), reduce_rows(total, 1, M)
+    rows = first_row + tl.arange(0, BN)
+    for m in tl.static_range(M):
+        value = cast(activate(gates[m], ACTIVATION) * ups[m], out.dtype.element_ty)
+        tl.store(out + m * n_rows + rows, value, mask=rows < n_rows)
+
+
+@triton.jit
 def _gate_up_int8_kernel(
     gate, gate_stride, up, up_stride, n_rows, blocks, xq, xscale, xsums, out,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
@@ -39,15 +58,11 @@ def _gate_up_int8_kernel(
     WHOLE: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: BN rows of both weights (bytes: see decode.py), out[m, rows] = act(gate) * up."""
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    gates, ups = int8_row_pairs(
-        gate, gate_stride, up, up_stride, rows, n_rows, blocks, xq, xscale, xsums,
-        FMT, PLANAR, ALIGN, M, BN, CB, WHOLE, DEPENDENT,
-    )  # fmt: skip
+    first_row = tl.program_id(0) * BN
+    groups = pair_pointers(gate, gate_stride, up, up_stride, first_row, n_rows, ALIGN, BN)
+    total = int8_sums(groups, blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, WHOLE, DEPENDENT)
     release_successor(DEPENDENT)
-    for m in tl.static_range(M):
-        value = cast(activate(gates[m], ACTIVATION) * ups[m], out.dtype.element_ty)
-        tl.store(out + m * n_rows + rows, value, mask=rows < n_rows)
+    store_products(total, first_row, n_rows, out, M, BN, ACTIVATION)
 
 
 @triton.jit
@@ -58,47 +73,11 @@ def _gate_up_float_kernel(
     WHOLE: tl.constexpr, RAGGED: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """As the int8 kernel, with float activations ``x [M, in_features]``."""
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    gates = float_rows(
-        gate,
-        gate_stride,
-        rows,
-        n_rows,
-        blocks,
-        x,
-        in_features,
-        FMT,
-        PLANAR,
-        ALIGN,
-        M,
-        BN,
-        CB,
-        WHOLE,
-        RAGGED,
-        DEPENDENT,
-    )
-    ups = float_rows(
-        up,
-        up_stride,
-        rows,
-        n_rows,
-        blocks,
-        x,
-        in_features,
-        FMT,
-        PLANAR,
-        ALIGN,
-        M,
-        BN,
-        CB,
-        WHOLE,
-        RAGGED,
-        False,
-    )
+    first_row = tl.program_id(0) * BN
+    groups = pair_pointers(gate, gate_stride, up, up_stride, first_row, n_rows, ALIGN, BN)
+    total = float_sums(groups, blocks, x, in_features, FMT, PLANAR, ALIGN, M, CB, WHOLE, RAGGED, DEPENDENT)
     release_successor(DEPENDENT)
-    for m in tl.static_range(M):
-        value = cast(activate(gates[m], ACTIVATION) * ups[m], out.dtype.element_ty)
-        tl.store(out + m * n_rows + rows, value, mask=rows < n_rows)
+    store_products(total, first_row, n_rows, out, M, BN, ACTIVATION)
 
 
 def gate_up_int8(

@@ -7,7 +7,7 @@ import torch
 
 from realizar_torch.errors import FormatError
 from realizar_torch.formats import BlockFormat, get_packed_format
-from realizar_torch.triton_kernels.decode import GGML_ONLY, alignment
+from realizar_torch.triton_kernels.blocks import GGML_ONLY, alignment
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("ggml", "planar")

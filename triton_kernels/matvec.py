@@ -18,15 +18,16 @@ from realizar_torch.triton_kernels.launch import (
     vector,
 )
 from realizar_torch.triton_kernels.primitives import cast, release_successor
-from realizar_torch.triton_kernels.row_sums import float_rows, int8_rows
+from realizar_torch.triton_kernels.row_sums import float_sums, int8_sums, reduce_rows, row_pointers
 
 
 @triton.jit
 def store_rows(
-    sums, rows, n_rows, out, out_stride, bias, residual,
+    sums, first_row, BN: tl.constexpr, n_rows, out, out_stride, bias, residual,
     M: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """out[m, rows] = sums[m] + bias[rows] + residual[m, rows]; out and residual share their row stride."""
+    rows = first_row + tl.arange(0, BN)
     inside = rows < n_rows
     for m in tl.static_range(M):
         value = sums[m]
@@ -45,28 +46,13 @@ def _matvec_int8_kernel(
     CB: tl.constexpr,
     WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: BN weight rows × M int8 vectors (bytes: see decode.py and row_sums.int8_step)."""
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    sums = int8_rows(
-        weight,
-        row_stride,
-        rows,
-        n_rows,
-        blocks,
-        xq,
-        xscale,
-        xsums,
-        FMT,
-        PLANAR,
-        ALIGN,
-        M,
-        BN,
-        CB,
-        WHOLE,
-        DEPENDENT,
-    )
+    """One program: BN weight rows × M int8 vectors (bytes: see decode.py and row_sums.add_int8)."""
+    first_row = tl.program_id(0) * BN
+    rows = row_pointers(weight, row_stride, first_row, n_rows, ALIGN, BN)
+    total = int8_sums((rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, WHOLE, DEPENDENT)
+    sums = reduce_rows(total, 0, M)
     release_successor(DEPENDENT)
-    store_rows(sums, rows, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)
+    store_rows(sums, first_row, BN, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit
@@ -78,27 +64,12 @@ def _matvec_float_kernel(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BN weight rows × M float vectors ``x [M, in_features]``: exact weights, fp32 accumulation."""
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    sums = float_rows(
-        weight,
-        row_stride,
-        rows,
-        n_rows,
-        blocks,
-        x,
-        in_features,
-        FMT,
-        PLANAR,
-        ALIGN,
-        M,
-        BN,
-        CB,
-        WHOLE,
-        RAGGED,
-        DEPENDENT,
-    )
+    first_row = tl.program_id(0) * BN
+    rows = row_pointers(weight, row_stride, first_row, n_rows, ALIGN, BN)
+    total = float_sums((rows,), blocks, x, in_features, FMT, PLANAR, ALIGN, M, CB, WHOLE, RAGGED, DEPENDENT)
+    sums = reduce_rows(total, 0, M)
     release_successor(DEPENDENT)
-    store_rows(sums, rows, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)
+    store_rows(sums, first_row, BN, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)
 
 
 def matvec(

@@ -11,55 +11,63 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def load_words(pointer, mask, ALIGN: tl.constexpr):
-    """Four little-endian 32-bit words at each byte address ``[a, b, c]``: ``[a, b, c, 4]`` int32.
+def load_words(row, offset, mask, ALIGN: tl.constexpr):
+    """Four little-endian 32-bit words, ``offset [1, lanes]`` bytes into each ``row [rows, 1]``: int32
+    ``[rows, lanes, 4]``.
 
     ALIGN is a power of two that divides every address: one 16-byte load at 16, four- or two-byte loads below.
     """
     if ALIGN == 16:
-        words = tl.expand_dims(pointer.to(tl.pointer_type(tl.int32)), -1) + tl.arange(0, 4)
-        # what ALIGN says, in the compiler's terms
-        words = tl.multiple_of(tl.max_contiguous(words, [1, 1, 1, 4]), [1, 1, 1, 16])
+        words = tl.expand_dims(row.to(tl.pointer_type(tl.int32)) + offset // 4, -1) + tl.arange(0, 4)
+        # what ALIGN says, in the compiler's terms; for the 2 see load_scalar
+        words = tl.multiple_of(tl.max_contiguous(words, [1, 2, 4]), [1, 1, 16])
         if mask is None:
             result = tl.load(words, eviction_policy="evict_first")
         else:
             result = tl.load(words, mask=tl.expand_dims(mask, -1), other=0, eviction_policy="evict_first")
     else:
-        word0 = load_word(pointer, mask, ALIGN)
-        word1 = load_word(pointer + 4, mask, ALIGN)
-        word2 = load_word(pointer + 8, mask, ALIGN)
-        word3 = load_word(pointer + 12, mask, ALIGN)
+        word0 = load_word(row, offset, mask, ALIGN)
+        word1 = load_word(row, offset + 4, mask, ALIGN)
+        word2 = load_word(row, offset + 8, mask, ALIGN)
+        word3 = load_word(row, offset + 12, mask, ALIGN)
         pairs = tl.join(tl.join(word0, word2), tl.join(word1, word3))
-        result = tl.reshape(pairs, [word0.shape[0], word0.shape[1], word0.shape[2], 4])
+        result = tl.reshape(pairs, [word0.shape[0], word0.shape[1], 4])
     return result
 
 
 @triton.jit
-def load_word(pointer, mask, ALIGN: tl.constexpr):
-    """One little-endian 32-bit word at each byte address, as int32."""
+def load_word(row, offset, mask, ALIGN: tl.constexpr):
+    """One little-endian 32-bit word, ``offset`` bytes into each row, as int32."""
     if ALIGN >= 4:
-        result = load_scalar(pointer.to(tl.pointer_type(tl.int32)), mask)
+        result = load_scalar(row.to(tl.pointer_type(tl.int32)), offset // 4, mask)
     else:
-        halves = pointer.to(tl.pointer_type(tl.uint16))
-        low = load_scalar(halves, mask).to(tl.int32)
-        result = low | (load_scalar(halves + 1, mask).to(tl.int32) << 16)
+        halves = row.to(tl.pointer_type(tl.uint16))
+        low = load_scalar(halves, offset // 2, mask)
+        high = load_scalar(halves, offset // 2 + 1, mask)
+        result = low.to(tl.int32) | (high.to(tl.int32) << 16)
     return result
 
 
 @triton.jit
-def load_half(pointer, mask):
-    """The fp16 value at each (2-byte aligned) byte address, as fp32."""
-    return load_scalar(pointer.to(tl.pointer_type(tl.float16)), mask).to(tl.float32)
+def load_half(row, offset, mask):
+    """The fp16 value, ``offset`` (even) bytes into each row."""
+    return load_scalar(row.to(tl.pointer_type(tl.float16)), offset // 2, mask)
 
 
 @triton.jit
-def load_scalar(pointer, mask):
-    """``tl.load`` of ``[a, b, c]`` where ``mask`` may be None; masked lanes read 0.
+def load_scalar(base, index, mask):
+    """The elements ``index [1, lanes]`` of ``base`` (one pointer, or one per row); masked lanes read 0.
 
-    Hiding that neighbours are contiguous keeps the compiler from giving this load a layout of its own, which
-    would cost a trip through shared memory and a barrier per loop step.
+    The hint makes lanes, and not rows, neighbours in a warp: among dimensions of equal contiguity versions of
+    Triton choose differently, and another choice costs a trip through shared memory and barriers per loop
+    step. The alignment of one element keeps two of them from being taken as a wider load. A hint is lost
+    unless it is given where the address is computed.
     """
-    pointer = tl.max_contiguous(pointer, [1, 1, 1])
+    SIZE: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
+    pointer = base + index
+    # of one lane the compiler makes a scalar, which cannot carry the hint
+    if index.shape[1] > 1:
+        pointer = tl.multiple_of(tl.max_contiguous(pointer, [1, 2]), [1, SIZE])
     if mask is None:
         return tl.load(pointer)
     else:
@@ -68,8 +76,8 @@ def load_scalar(pointer, mask):
 
 @triton.jit
 def split_words(words):
-    """``[a, b, c, 4]`` → four ``[a, b, c]`` tensors; a register rename when a thread holds the last axis."""
-    even, odd = tl.split(tl.reshape(words, [words.shape[0], words.shape[1], words.shape[2], 2, 2]))
+    """``[rows, lanes, 4]`` → four ``[rows, lanes]``; a register rename when a thread holds the last axis."""
+    even, odd = tl.split(tl.reshape(words, [words.shape[0], words.shape[1], 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     return first, second, third, fourth

@@ -13,7 +13,7 @@ from realizar_torch.triton_kernels.configs import Launch, choose
 from realizar_torch.triton_kernels.launch import PackedRows, on_device, packed_rows, same_device, vector
 from realizar_torch.triton_kernels.matvec import check_int8, output_tensor, store_rows
 from realizar_torch.triton_kernels.primitives import release_successor
-from realizar_torch.triton_kernels.row_sums import int8_rows
+from realizar_torch.triton_kernels.row_sums import int8_sums, reduce_rows, row_pointers
 
 
 @triton.jit
@@ -23,27 +23,11 @@ def _rows_of_one(
     CB: tl.constexpr,
     HAS_BIAS: tl.constexpr, DEPENDENT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    rows = first_row + tl.arange(0, BN)
-    sums = int8_rows(
-        weight,
-        row_stride,
-        rows,
-        n_rows,
-        blocks,
-        xq,
-        xscale,
-        xsums,
-        FMT,
-        PLANAR,
-        ALIGN,
-        M,
-        BN,
-        CB,
-        EVEN,
-        DEPENDENT,
-    )
+    rows = row_pointers(weight, row_stride, first_row, n_rows, ALIGN, BN)
+    total = int8_sums((rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, EVEN, DEPENDENT)
+    sums = reduce_rows(total, 0, M)
     release_successor(DEPENDENT)
-    store_rows(sums, rows, n_rows, out, out_stride, bias, bias, M, HAS_BIAS, False)
+    store_rows(sums, first_row, BN, n_rows, out, out_stride, bias, bias, M, HAS_BIAS, False)
 
 
 @triton.jit

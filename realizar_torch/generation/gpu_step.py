@@ -55,7 +55,7 @@ class GpuStep:
         self._int8 = model.lm_head.activations == "int8"
         self._groups = [slice(i, min(i + MATVEC_ROWS, batch)) for i in range(0, batch, MATVEC_ROWS)]
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=self._device)
-        self.counters = torch.zeros(2, batch, dtype=torch.int32, device=self._device)
+        self.positions = torch.zeros(batch, dtype=torch.int32, device=self._device)
         self._position = -1
         self._stream = self._view(workspace.hidden, config.hidden_size)
         self._qkv = self._view(workspace.qkv, config.q_dim + 2 * config.kv_dim)
@@ -86,17 +86,17 @@ class GpuStep:
     def place(self) -> None:
         """Tells the device where the cache ends, unless it has counted to there itself."""
         if self._position != self._cache.length:
-            self._position = self._cache.length
-            self.counters[0] = self._position
-            self.counters[1] = self._position + 1
+            self.positions.fill_(self._cache.length)
+        # not known before ``advance``: an interrupt may come between
+        self._position = -1
 
     def advance(self) -> None:
         """Counts on the host what ``launch`` has counted on the device."""
         self._cache.advance(1)
-        self._position += 1
+        self._position = self._cache.length
 
     def launch(self) -> None:
-        """The step: ``tokens`` -> ``logits``; keys and values into the cache, counters up by one. No sync."""
+        """The step: ``tokens`` -> ``logits``, keys and values to the cache, positions up by one; no sync."""
         from realizar_torch.triton_kernels.dequantize import embedding
 
         table = self._table
@@ -114,7 +114,7 @@ class GpuStep:
         for index, layer in enumerate(self._layers):
             addition = self._block(index, layer, addition)
         self._linear(self._head, self._norm(self._final_norm, addition), self.logits)
-        self.counters.add_(1)
+        self.positions.add_(1)
 
     def _block(self, index: int, layer: Block, addition: Tensor | None) -> Tensor | None:
         """One layer. ``addition``: what its first norm adds to the residual stream; returns the next one."""
@@ -172,7 +172,6 @@ class GpuStep:
     def _attend(self, index: int, attention: Attention) -> Activations:
         """Rotates, writes the cache, attends; returns what the output projection takes."""
         from realizar_torch.triton_kernels.attention import decode_attention
-        from realizar_torch.triton_kernels.rope import rope_and_store
 
         config, cache = self._config, self._cache
         angles = self._local_angles if config.is_sliding(index) else self._angles
@@ -184,28 +183,14 @@ class GpuStep:
                 "eps": attention.q_norm.eps,
                 "zero_centered": attention.q_norm.zero_centered,
             }
-        q = self._view(self._workspace.narrow, config.q_dim).view(self._batch, config.num_heads, -1)
-        keys, values = cache.keys[index], cache.values[index]
-        rope_and_store(
-            self._qkv,
-            self.counters[0],
-            *angles,
-            keys,
-            values,
-            q_heads=config.num_heads,
-            style="halves",
-            starts=cache.starts,
-            out=q,
-            dependent=self._dependent,
-            **norms,
-        )
         # a program of the kernel has the heads of one key head, and quantizes them if they are whole blocks
         inside = self._int8 and config.q_dim // config.num_kv_heads % ACTIVATION_BLOCK == 0
         out, quantized = decode_attention(
-            q,
-            keys,
-            values,
-            self.counters[1],
+            self._qkv,
+            cache.keys[index],
+            cache.values[index],
+            self.positions,
+            *angles,
             scale=attention.scale,
             starts=cache.starts,
             window=config.window(index) or 0,
@@ -213,6 +198,7 @@ class GpuStep:
             out=self._view(self._workspace.wide, config.q_dim),
             int8=self._int8_view(config.q_dim) if inside else None,
             dependent=self._dependent,
+            **norms,
         )
         return quantized if inside else self._quantized(out)
 

@@ -1,16 +1,16 @@
 """DecodeGraph: the decode step of a batch and the choice of its next tokens, captured once and replayed."""
 
 import functools
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from realizar_torch.caller import warn_caller
 from realizar_torch.errors import BackendUnavailableError
 from realizar_torch.generation.gpu_step import GpuStep, why_not
-from realizar_torch.generation.sampling import SamplingParams, sample, take_highest
+from realizar_torch.generation.sampling import SamplingParams, sample
 from realizar_torch.generation.workspace import Workspace
 from realizar_torch.metrics import RECORDING
 from realizar_torch.nn.kv_cache import KVCache
@@ -58,13 +58,15 @@ class DecodeGraph:
         reason = why_not(model, cache)
         if reason is not None:
             raise BackendUnavailableError(f"no decode graph: {reason}")
+        from realizar_torch.triton_kernels.highest import highest_scratch
+
         self.cache, self.step = cache, GpuStep(model, cache, workspace)
         device = self.step.tokens.device
         self._graphs: dict[SamplingParams, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._uniform = torch.zeros(batch_size, 1, dtype=torch.float64, device=device)
-        self._highest = torch.zeros(batch_size, device=device)
+        self._scratch = highest_scratch(batch_size, device)
         self._marks = torch.zeros(batch_size, config.vocab_size, dtype=torch.bool, device=device)
         # The host reads a step's tokens while the next step runs, so there are two places for them.
         pinned = device.type == "cuda"
@@ -101,7 +103,7 @@ class DecodeGraph:
             self._marks.copy_(seen)
         self._issued = self._read = 0
         self._draw()
-        self._choose(logits, self._sampling)
+        self._choose(logits.contiguous(), self._sampling)
         self._send()
 
     def issue(self) -> None:
@@ -139,9 +141,11 @@ class DecodeGraph:
         self._choose(self.step.logits, sampling)
 
     def _choose(self, logits: Tensor, sampling: SamplingParams) -> None:
+        from realizar_torch.triton_kernels.highest import take_highest
+
         penalized = sampling.repetition_penalty != 1
         if sampling.greedy and not penalized:
-            take_highest(logits, self._highest, self.step.tokens)
+            take_highest(logits, self.step.tokens, self._scratch)
             return
         tokens = sample(logits, sampling, self._marks if penalized else None, None, uniform=self._uniform)
         self.step.tokens.copy_(tokens)
@@ -170,16 +174,14 @@ class DecodeGraph:
                 # the failed capture's memory goes with its pool
                 self._pool = torch.cuda.graph_pool_handle()
                 if self._wanted is not True:
-                    warnings.warn(
-                        f"no CUDA graph, decoding runs step by step: {self._fallback}", stacklevel=4
-                    )
+                    warn_caller(f"no CUDA graph, decoding runs step by step: {self._fallback}")
         if graph is None and self._wanted is True:
             raise BackendUnavailableError(f"cuda_graph=True, but the capture failed: {self._fallback}")
         return graph
 
     def _capture(self, sampling: SamplingParams) -> torch.cuda.CUDAGraph:
         """Runs the step once, so that everything is compiled, puts its state back, and captures it."""
-        states = (self.step.tokens, self.step.counters, self._marks)
+        states = (self.step.tokens, self.step.positions, self._marks)
         with torch.cuda.device(self.step.tokens.device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)

@@ -118,14 +118,6 @@ def draw(
     return token.clamp_max(logits.shape[-1] - 1)
 
 
-def take_highest(logits: torch.Tensor, highest: torch.Tensor, token: torch.Tensor) -> None:
-    """Greedy ``sample`` into buffers, in as few launches as torch has for it: ``highest`` float32 [B] and
-    ``token`` int64 [B], -1 where the highest logit is NaN or infinite."""
-    torch.max(logits, -1, out=(highest, token))
-    # 0 for finite numbers only
-    token.masked_fill_((highest - highest) != 0, -1)
-
-
 def sample(
     logits: torch.Tensor,
     params: SamplingParams,
