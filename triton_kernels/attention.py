@@ -115,8 +115,8 @@ def _attention_kernel(
     Positions max(starts[b], p + 1 - window) … p - 1 of the cache, p = positions[b], in runs of whole STEPs,
     and p itself from row b of qkv ``[B, GROUP * KV_HEADS + 2 * KV_HEADS, D]``; the last run's program writes
     p to the cache. Running maximum and sum, all fp32: score = q·k * scale, or cap * tanh(score / cap);
-    out = Σ e^score v / Σ e^score. The program that arrives last adds the partial sums in split order, so the result
-    does not depend on which one it was. A position outside the cache is not written and gives NaN.
+    out = Σ e^score v / Σ e^score. The program that arrives last adds the partial sums in split order, so the
+    result does not depend on which one it was. A position outside the cache is not written and gives NaN.
     """
     release_successor(DEPENDENT)
     batch = tl.program_id(0)
