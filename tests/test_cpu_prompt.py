@@ -186,6 +186,16 @@ def test_decoding_goes_on_behind_it(path, ids):
         assert rms(decode_step(model, ids[:, -1], state) - exact) <= 1.3 * rms(modules - exact)
 
 
+def test_one_token_is_a_decode_step(path, ids):
+    model = load(path)
+    state, _ = fill(model, ids[:, :1])
+    with torch.inference_mode():
+        other = new_state(model, 3, LENGTH)
+        other.prepare(model)
+        assert torch.equal(fill(model, ids[:, :1])[1], decode_step(model, ids[:, 0], other))
+    assert torch.equal(state.cache.keys, other.cache.keys[..., :1, :]) and state.cache.length == 1
+
+
 def test_modules_run_where_the_pass_would_compute_something_else(path, ids):
     with torch.inference_mode():
         model = load(path, "float")

@@ -67,8 +67,11 @@ def prefill(
     input_ids int [B, T] -> fp32 logits [B, V] of the last position.
     """
     state.prepare(model)
-    if isinstance(state, DecodeState) and state.prompt is not None:
-        return state.prompt.run(input_ids, attention_mask)
+    if isinstance(state, DecodeState) and state.fused is not None and state.prompt is not None:
+        if input_ids.shape[-1] > 1:
+            return state.prompt.run(input_ids, attention_mask)
+        model.begin(input_ids, attention_mask, state.cache)
+        return state.fused.run(input_ids[:, 0].long())
     return model(input_ids, attention_mask, cache=state.cache, logits_to_keep=1).logits[:, -1]
 
 
