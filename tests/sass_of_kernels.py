@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from realizar_torch import packing
 from realizar_torch.triton_kernels.matvec import matvec_int8
 
-ROWS, COLUMNS = 8, 4096
+ROWS = 8
 
 
 class NoDevice:
@@ -34,12 +34,12 @@ class NoDevice:
 
 
 def loop_of(sass: str) -> collections.Counter:
-    """Opcodes between the most distant label and backward branch to it."""
+    """Opcodes between the most distant label and backward branch to it; none where there is no loop."""
     lines = sass.splitlines()
     labels = {line.strip()[:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"\s*LBB\d+:", line)}
     branches = ((i, re.search(r"BRA (LBB\d+)", line)) for i, line in enumerate(lines))
-    loops = [(i - labels[m[1]], labels[m[1]], i) for i, m in branches if m and labels[m[1]] < i]
-    _, start, end = max(loops)
+    loops = [(i - labels[m[1]], labels[m[1]], i) for i, m in branches if m and labels[m[1]] < i - 1]
+    _, start, end = max(loops, default=(0, 0, 0))
     opcode = re.compile(r"(?:@!?U?P\d+ )?([A-Z][A-Z0-9]+)")
     opcodes = (opcode.search(line.split("\t")[-1]) for line in lines[start:end])
     return collections.Counter(found[1] for found in opcodes if found)
@@ -54,16 +54,14 @@ def main() -> None:
         compiled.append(run(self, *args, grid=grid, warmup=True, **options))
 
     JITFunction.run = only_compile
-    q = (
-        torch.zeros(1, COLUMNS, dtype=torch.int8),
-        torch.zeros(1, COLUMNS // 32),
-        torch.zeros(1, COLUMNS // 16),
-    )
     loops = {}
     for name in sys.argv[1:]:
-        fmt, layout = name.split(":")
-        weight = packing.pack(random_blocks(fmt, ROWS, COLUMNS), fmt, layout).clone()
-        matvec_int8(*q, weight, fmt, COLUMNS, layout=layout)
+        fmt, layout, columns = name.split(":")
+        width = int(columns)
+        q = torch.zeros(1, width, dtype=torch.int8)
+        scales = torch.zeros(1, width // 32), torch.zeros(1, width // 16)
+        weight = packing.pack(random_blocks(fmt, ROWS, width), fmt, layout).clone()
+        matvec_int8(q, *scales, weight, fmt, width, layout=layout)
         loops[name] = loop_of(compiled[-1].asm["sass"])
     print(json.dumps(loops))
 

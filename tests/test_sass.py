@@ -8,24 +8,36 @@ from pathlib import Path
 
 import pytest
 
+from realizar_torch.formats import PACKED_FORMATS
+
 pytest.importorskip("triton")
 
-KERNELS = ["Q4_K:ggml", "Q6_K:planar", "Q8_0:planar", "Q4_0:planar"]
+LOOPS = ["Q4_K:ggml:4096", "Q6_K:planar:4096", "Q8_0:planar:4096", "Q4_0:planar:4096"]
 
 
-def test_nothing_moves_between_threads_inside_a_loop() -> None:
+def compiled(names: list[str]) -> dict[str, dict[str, int]]:
     script = Path(__file__).with_name("sass_of_kernels.py")
     found = subprocess.run(
-        [sys.executable, str(script), *KERNELS],
+        [sys.executable, str(script), *names],
         env=os.environ | {"TRITON_INTERPRET": "0"},
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert found.returncode == 0, found.stderr[-2000:]
-    for name, loop in json.loads(found.stdout).items():
+    return json.loads(found.stdout)
+
+
+def test_nothing_moves_between_threads_inside_a_loop() -> None:
+    for name, loop in compiled(LOOPS).items():
         assert not loop.keys() & {"BAR", "SHFL", "LDS", "STS"}, (name, loop)
         # one dp4a for four weights
         assert loop["IDP"] >= 16, (name, loop)
         # 2.1 instructions per weight as measured, and some room for other compilers
         assert sum(loop.values()) <= 3 * 4 * loop["IDP"], (name, sum(loop.values()), loop["IDP"])
+
+
+def test_rows_of_one_block_compile_in_every_format() -> None:
+    # one lane: the compiler once refused a hint that it had moved to a scalar
+    names = [f"{fmt.name}:ggml:{fmt.block_size}" for fmt in PACKED_FORMATS]
+    assert compiled(names).keys() == set(names)
