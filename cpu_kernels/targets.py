@@ -35,8 +35,9 @@ class Target:
 VNNI = Target("vnni", "vpdpbusd", 64, 2, 4, frozenset({"avx512vnni", "avx512vl", "avx512bw"}))
 VNNI_256 = Target("vnni-256", "vpdpbusd", 32, 1, 2, frozenset({"avxvnni", "avx2"}))
 AVX2 = Target("avx2", "pmaddubsw", 32, 1, 2, frozenset({"avx2", "fma"}))
+NEON = Target("neon", "sdot", 16, 1, 2, frozenset({"neon", "dotprod"}))
 GENERIC = Target("generic", "multiply", 64, 1, 2, frozenset())
-TARGETS = (VNNI, VNNI_256, AVX2, GENERIC)
+TARGETS = (VNNI, VNNI_256, AVX2, NEON, GENERIC)
 
 
 def best_target() -> Target:
@@ -66,19 +67,27 @@ def _target_constant(context, builder, target, value):
     return context.get_dummy_value()
 
 
-def _halves(builder, target, vector):
-    """An LLVM vector in pieces of at most the target's width."""
-    lanes = vector.type.count
-    if vector.type.element.width * lanes <= 8 * target.dot_bytes:
-        return [vector]
-    halves = (range(lanes // 2), range(lanes // 2, lanes))
-    return [select_lanes(builder, vector, vector, half) for half in halves]
+def _pieces(builder, target, vector):
+    """An LLVM vector of 64 bytes in pieces of the target's width."""
+    count = vector.type.count * target.dot_bytes // 64
+    starts = range(0, vector.type.count, count)
+    return [select_lanes(builder, vector, vector, range(start, start + count)) for start in starts]
 
 
 def _vpdpbusd(builder, total, unsigned, signed):
     words = total.type
     operands = (builder.bitcast(value, words) for value in (unsigned, signed))
     return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * words.count}", words, total, *operands)
+
+
+def _sdot(builder, total, unsigned, signed, largest):
+    """Both factors are signed: weights above 127 go in two digits."""
+    for weight, digit in _digits(builder, unsigned, largest):
+        start = total if weight == 1 else ir.Constant(total.type, None)
+        products = call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", total.type, start, digit, signed)
+        factor = ir.Constant(total.type, [weight] * total.type.count)
+        total = products if weight == 1 else builder.add(total, builder.mul(products, factor))
+    return total
 
 
 def _pmaddubsw(builder, total, unsigned, signed):
@@ -97,7 +106,7 @@ def _digits(builder, unsigned, largest):
     """(weight, bytes ≤ 128) whose sum is ``unsigned``: two products by larger bytes overflow 16 bits."""
     if largest <= 128:
         return [(1, unsigned)]
-    four, fifteen = (ir.Constant(unsigned.type, [value] * 32) for value in (4, 15))
+    four, fifteen = (ir.Constant(unsigned.type, [value] * unsigned.type.count) for value in (4, 15))
     return [(1, builder.and_(unsigned, fifteen)), (16, builder.lshr(unsigned, four))]
 
 
@@ -124,13 +133,15 @@ def add_products(builder, target, steps, operands, initial, largest):
     for step in range(steps):
         left, right = operands(step)
         if sums is None:
-            sums = [[_halves(builder, target, start) for start in initial] for _ in left]
-        left, right = ([_halves(builder, target, v) for v in side] for side in (left, right))
+            sums = [[_pieces(builder, target, start) for start in initial] for _ in left]
+        left, right = ([_pieces(builder, target, v) for v in side] for side in (left, right))
         flush = pairs_held + 1 == capacity or step == steps - 1
         for v, c, piece in product(range(len(left)), range(len(right)), range(pieces)):
             unsigned, signed, total = left[v][piece], right[c][piece], sums[v][c][piece]
             if target.dot == "vpdpbusd":
                 total = _vpdpbusd(builder, total, unsigned, signed)
+            elif target.dot == "sdot":
+                total = _sdot(builder, total, unsigned, signed, largest)
             elif target.dot == "multiply":
                 total = _multiply(builder, total, unsigned, signed)
             else:
@@ -141,11 +152,16 @@ def add_products(builder, target, steps, operands, initial, largest):
                         total = _widen_pairs(builder, total, held.pop(key), weight)
             sums[v][c][piece] = total
         pairs_held = 0 if flush else pairs_held + 1
-    return [[_joined(builder, halves) for halves in row] for row in sums]
+    return [[_joined(builder, pieces) for pieces in row] for row in sums]
 
 
-def _joined(builder, halves):
-    return halves[0] if len(halves) == 1 else select_lanes(builder, *halves, range(16))
+def _joined(builder, pieces):
+    """The pieces of an LLVM vector, whose number is a power of two, as one."""
+    while len(pieces) > 1:
+        lanes = range(2 * pieces[0].type.count)
+        pairs = zip(pieces[::2], pieces[1::2], strict=True)
+        pieces = [select_lanes(builder, first, second, lanes) for first, second in pairs]
+    return pieces[0]
 
 
 def _dot(builder, target, unsigned, signed):
@@ -156,7 +172,7 @@ def _dot(builder, target, unsigned, signed):
 
 @intrinsic
 def dot_u8(typing_context, target, unsigned, signed):
-    """Lane i of the I32x16 result: ``sum_j unsigned[4i+j] * signed[4i+j]``; exact for unsigned ≤ 128."""
+    """Lane i of the I32x16 result: ``sum_j unsigned[4i+j] * signed[4i+j]``; exact for unsigned < 128."""
     if not isinstance(target, TargetType):
         return None
 
@@ -174,6 +190,8 @@ def dot_i8(typing_context, target, left, right):
 
     def generate(context, builder, signature, arguments):
         _, left, right = arguments
+        if target.target.dot == "sdot":
+            return _dot(builder, target.target, left, right)
         zero = ir.Constant(left.type, None)
         magnitude = call(builder, "llvm.abs.v64i8", left.type, left, ir.IntType(1)(0))
         negative = builder.icmp_signed("<", left, zero)
