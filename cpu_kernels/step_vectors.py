@@ -76,23 +76,8 @@ def largest(row, count):
 def exponentials(row, count):
     """row = e^(row - largest); returns their sum, added in a fixed order.
 
-<<<<<<< /tmp/dev/cpu_kernels/step_vectors.py
-    <<<<<<< /tmp/dev/cpu_kernels/step_vectors.py
-        Below e^_NOTHING it is zero, which changes no sum in fp32 and keeps products with it normal numbers:
-        subnormal ones are a hundred times slower.
-    =======
-        Below e^_NOTHING it is zero, which changes no sum in fp32 and keeps products of small weights normal
-        numbers: subnormal ones are a hundred times slower.
-    >>>>>>> /tmp/newbase/cpu_kernels/step_vectors.py
-=======
-<<<<<<< /tmp/dev/cpu_kernels/step_vectors.py
-    Below e^_NOTHING it is zero, which changes no sum in fp32 and keeps products with it normal numbers:
-    subnormal ones are a hundred times slower.
-=======
     Below e^_NOTHING it is zero, which changes no sum in fp32 and keeps products of small weights normal
     numbers: subnormal ones are a hundred times slower.
->>>>>>> /tmp/newbase/cpu_kernels/step_vectors.py
->>>>>>> /tmp/newbase/cpu_kernels/step_vectors.py
     """
     top = largest(row, count)
     total, whole = splat_f32x16(0), count // _LANES

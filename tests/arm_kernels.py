@@ -2,8 +2,8 @@
 
     python tests/arm_kernels.py FORMAT …
 
-It prints JSON: format -> [its rows, its matmul] -> instruction -> count. A process of its own, because Numba is
-kept from making machine code of this host, which need not have such instructions.
+It prints JSON: format -> [its rows, its matmul] -> instruction -> count. A process of its own, because Numba
+is kept from making machine code of this host, which need not have such instructions.
 """
 
 import json

@@ -28,12 +28,9 @@ def main() -> None:
         tolerance = int8_kernel_tolerance(exact, reference.dequantize(weight, fmt, dtype=torch.float64))
         assert_within(launch.matmul_int8(qx, weight, fmt), expected, tolerance)
         for row in range(len(qx.q)):
-            one = reference.QuantizedActivations(
-                *(part[row : row + 1] for part in (qx.q, qx.scale, qx.sums)), width
-            )
-            assert_within(
-                launch.matmul_int8(one, weight, fmt), expected[row : row + 1], tolerance[row : row + 1]
-            )
+            own = slice(row, row + 1)
+            one = reference.QuantizedActivations(qx.q[own], qx.scale[own], qx.sums[own], width)
+            assert_within(launch.matmul_int8(one, weight, fmt), expected[own], tolerance[own])
 
 
 if __name__ == "__main__":
