@@ -55,6 +55,8 @@ def matmul_tile_of(fmt: str) -> object:
     block_size, sub = spec.block_size, 16 if fmt in SUB_BLOCKS_OF_16 else 32
     affine, kind, panel_blocks = fmt not in OFFSETS, kind_of_sums(fmt), PANEL_WEIGHTS // spec.block_size
     scale_bytes = 128 if affine else 64
+    # sub-blocks in 64 activations and in the 32 of one scale, as powers of two
+    per_line, per_scale, within = (2, 1, 3) if sub == 16 else (1, 0, 1)
     step = multiply_add(sub, affine, _LARGEST.get(fmt, 31), OFFSETS.get(fmt, 0))
 
     @jit(device=True)
@@ -82,8 +84,8 @@ def matmul_tile_of(fmt: str) -> object:
                             tile,
                             panel + PANEL_BYTES * v + 16 * sub * (s - first),
                             scales + SCALE_BYTES * v + scale_bytes * (s - first),
-                            q + (sub * s // 64 * columns + column) * 64 + sub * s % 64,
-                            scale + 4 * (sub * s // 32 * columns + column),
+                            q + ((s >> per_line) * columns + column) * 64 + (s & within) * sub,
+                            scale + 4 * ((s >> per_scale) * columns + column),
                             kept + 4 * (s * columns + column),
                         )
                     store_tile(target, tile, place)

@@ -21,7 +21,8 @@ _I8, _I16 = ir.IntType(8), ir.IntType(16)
 class Target:
     """One way to multiply bytes, and the register tile of the matmul that suits it.
 
-    ``dot`` names the instruction family and ``dot_bytes`` the widest vector that it takes.
+    ``dot`` names the instruction family and ``dot_bytes`` the widest vector that it takes. A tile has
+    ``tile_vectors`` × 16 rows, 1 or 2 of them, and ``tile_columns``, which divide activation_panel.COLUMNS.
     """
 
     name: str
@@ -32,9 +33,9 @@ class Target:
     features: frozenset[str]
 
 
-VNNI = Target("vnni", "vpdpbusd", 64, 2, 4, frozenset({"avx512vnni", "avx512vl", "avx512bw"}))
-VNNI_256 = Target("vnni-256", "vpdpbusd", 32, 1, 2, frozenset({"avxvnni", "avx2"}))
-AVX2 = Target("avx2", "pmaddubsw", 32, 1, 2, frozenset({"avx2", "fma"}))
+VNNI = Target("vnni", "vpdpbusd", 64, 2, 8, frozenset({"avx512vnni", "avx512vl", "avx512bw"}))
+VNNI_256 = Target("vnni-256", "vpdpbusd", 32, 1, 4, frozenset({"avxvnni", "avx2"}))
+AVX2 = Target("avx2", "pmaddubsw", 32, 1, 4, frozenset({"avx2", "fma"}))
 NEON = Target("neon", "sdot", 16, 1, 2, frozenset({"neon", "dotprod"}))
 GENERIC = Target("generic", "multiply", 64, 1, 2, frozenset())
 TARGETS = (VNNI, VNNI_256, AVX2, NEON, GENERIC)
