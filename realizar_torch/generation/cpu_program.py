@@ -48,11 +48,9 @@ class LayerProgram:
         return pending
 
     def instructions(self) -> np.ndarray:
-        table = np.zeros(len(self.rows), self._ops.INSTRUCTION)
-        for instruction, row in zip(table, self.rows, strict=True):
-            for name, value in row.items():
-                instruction[name] = value
-        return table
+        names = self._ops.INSTRUCTION.names
+        zeros = [0] * len(names)
+        return np.array([tuple(map(row.get, names, zeros)) for row in self.rows], self._ops.INSTRUCTION)
 
     def weight(self, linear: Linear) -> dict[str, Any]:
         """Operands that name a weight, the kernel that multiplies by it, and its bias where it has one."""
