@@ -17,7 +17,7 @@ from realizar_torch.nn.mlp import GatedMLP
 
 # Columns of one pass: weights are decoded once for all of them, and they stay in the second-level cache.
 _COLUMNS = 256
-# Up to so many columns the weights' decoding decides, and to int8 it takes half of the time that it takes to bf16.
+# Up to so many columns the decoding of weights decides; to int8 it takes half of its time to bf16.
 _FEW = 16
 
 

@@ -50,8 +50,9 @@ class GpuStep:
         self._table, self._final_norm, self._head = model.embed_tokens, model.norm, model.lm_head
         self._cache, self._workspace = cache, workspace
         self._batch, self._device = batch, cache.keys.device
-        # launches overlap with the end of the one before; the interpreter knows no such thing
-        self._dependent = self._device.type == "cuda"
+        # launches overlap with the end of the one before, which takes Hopper's griddepcontrol
+        on_gpu = self._device.type == "cuda"
+        self._dependent = on_gpu and torch.cuda.get_device_capability(self._device) >= (9, 0)
         self._int8 = model.lm_head.activations == "int8"
         self._groups = [slice(i, min(i + MATVEC_ROWS, batch)) for i in range(0, batch, MATVEC_ROWS)]
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=self._device)

@@ -187,10 +187,13 @@ class DecodeGraph:
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 saved = [state.clone() for state in states]
-                self._work(sampling)
-                for state, value in zip(states, saved, strict=True):
-                    state.copy_(value)
-            current.wait_stream(self._stream)
+                try:
+                    self._work(sampling)
+                finally:
+                    # also after a failure: steps without a graph go on from here
+                    for state, value in zip(states, saved, strict=True):
+                        state.copy_(value)
+                    current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             # other threads may allocate meanwhile
             with torch.cuda.graph(
