@@ -1,5 +1,6 @@
 """Rotary frequencies of every scaling at distant positions, against transformers' own functions."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -90,6 +91,19 @@ def test_an_explicit_attention_factor_replaces_yarns_own():
         "llama.rope.scaling.yarn_attn_factor": 1.25,
     }
     assert ModelConfig.from_gguf(metadata("llama") | keys).rope_scaling.magnitude == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_a_factor_of_any_scaling_multiplies_what_the_scaling_gives(kind):
+    """llama-context.cpp: yarn_attn_factor *= rope_attn_factor."""
+    keys = {
+        "llama.rope.scaling.type": kind,
+        "llama.rope.scaling.factor": 4.0,
+        "llama.rope.scaling.original_context_length": 4096,
+        "llama.rope.scaling.attn_factor": 0.75,
+    }
+    own = 0.1 * math.log(4.0) + 1.0 if kind == "yarn" else 1.0
+    assert ModelConfig.from_gguf(metadata("llama") | keys).rope_scaling.magnitude == pytest.approx(0.75 * own)
 
 
 def test_linear_scaling_divides_all_frequencies():

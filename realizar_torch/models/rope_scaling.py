@@ -71,7 +71,8 @@ def read_rope_scaling(keys: Keys) -> RopeScaling:
         yarn=float(factor),
         beta_fast=keys.positive("rope.scaling.yarn_beta_fast", default=32.0, kind=float),
         beta_slow=keys.positive("rope.scaling.yarn_beta_slow", default=1.0, kind=float),
-        magnitude=keys.positive("rope.scaling.yarn_attn_factor", default=own, kind=float),
+        # as in llama.cpp, which multiplies the factor of any scaling by it
+        magnitude=magnitude * keys.positive("rope.scaling.yarn_attn_factor", default=own, kind=float),
         original_length=keys.positive("rope.scaling.original_context_length"),
     )
 
