@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+from arch_fixtures import FIXTURES
 from command_line import call, schema
+from gguf_files import write_gguf
 from hf_directories import write_hf_directory
-from random_models import write_random_model
-from tiny_models import write_tiny_llama
+from random_models import HIDDEN, LAYERS, metadata, tensors, write_random_model
+from tiny_models import weight, write_tiny_llama
 
 import realizar_torch as rt
 
@@ -100,3 +102,38 @@ def test_info_tells_of_directories(tmp_path, capsys):
         assert record["metadata"]["tokenizer.huggingface.json"] == {"text_of": len(padded)}
         code, out, _ = call(capsys, "info", "-m", tmp_path / name)
         assert code == 0 and f"[{len(padded)} characters]" in out and fmt in out
+
+
+def write_odd(path, fmt="F16", inner=100):
+    """The dense llama with an MLP whose rows are no whole blocks of any format."""
+    entries = tensors("llama", fmt, True, False, False)
+    shapes = {"ffn_gate": (inner, HIDDEN), "ffn_up": (inner, HIDDEN), "ffn_down": (HIDDEN, inner)}
+    for seed, name in enumerate(entries):
+        if (stem := name.split(".")[-2]) in shapes:
+            entries[name] = weight(fmt, *shapes[stem], seed, spread=1.0)
+    return write_gguf(path, metadata("llama") | {"llama.feed_forward_length": inner}, entries)
+
+
+def test_what_stays_dense_is_named_and_does_not_grow(tmp_path, capsys):
+    source = write_odd(tmp_path / "odd.gguf")
+    code, out, err = call(capsys, "quantize", source, tmp_path / "out", "--format", "Q8_0", "--json")
+    rows = {row["name"]: row for row in json.loads(out)["tensors"]}
+    assert code == 0 and err.count("warning: ") == 1
+    assert (
+        f"{LAYERS} of the {7 * LAYERS + 1} matrices" in err and "blk.0.ffn_down.weight (rows of 100)" in err
+    )
+    assert rows["blk.0.ffn_down.weight"]["format"] == "F16"
+    assert rows["blk.0.ffn_up.weight"]["format"] == "Q8_0"
+    before = rt.open_gguf(source).tensors
+    assert all(row["bytes"] <= before[name].nbytes for name, row in rows.items())
+    saved, direct = rt.load(tmp_path / "out")[0], rt.load(source)[0]
+    for left, right in zip(saved.layers, direct.layers, strict=True):
+        assert torch.equal(left.mlp.down_proj.weight, right.mlp.down_proj.weight)
+        assert torch.equal(left.attn_norm.weight, right.attn_norm.weight)
+
+
+def test_a_model_of_which_nothing_can_be_encoded_is_refused(tmp_path, capsys):
+    source = FIXTURES / "gpt2.gguf"
+    code, out, err = call(capsys, "quantize", source, tmp_path / "out", "--format", "Q8_0")
+    assert code == 2 and out == "" and "nothing would be encoded" in err, err
+    assert not (tmp_path / "out").exists()

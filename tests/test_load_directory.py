@@ -190,6 +190,15 @@ def test_encoding_needs_something_dense(tmp_path):
         rt.load(path, quantize={"blk.0.attn_v.weight": "Q8_0"})
 
 
+def test_matrices_that_stay_dense_are_told(tmp_path):
+    write_hf_directory(tmp_path, intermediate_size=100)
+    with pytest.warns(UserWarning, match=r"3 of the 23 matrices.*blk\.0\.ffn_down\.weight \(rows of 100\)"):
+        model, _ = rt.load(tmp_path, quantize="Q4_K")
+    assert isinstance(model.layers[0].mlp.down_proj, torch.nn.Linear)
+    with pytest.raises(rt.FormatError, match="3 of the 3 matrices.*nothing would be encoded"):
+        rt.load(tmp_path, quantize={"blk.*.ffn_down.weight": "Q8_0"})
+
+
 # -- arguments ---------------------------------------------------------------------------------------------
 
 

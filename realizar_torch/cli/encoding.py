@@ -5,8 +5,13 @@ import json
 import sys
 from typing import Any
 
+import torch
+
 from realizar_torch.cli.session import locate_model
-from realizar_torch.generation.causal_lm import load
+from realizar_torch.generation.causal_lm import CausalLM
+from realizar_torch.models.encoding import EncodedSource
+from realizar_torch.models.loading import load_transformer
+from realizar_torch.models.saved_format import Origin
 from realizar_torch.models.saving import check_target, save
 from realizar_torch.models.sources import open_source
 
@@ -14,12 +19,21 @@ _MIB = 1 << 20
 
 
 def quantize(args: argparse.Namespace) -> int:
-    """Encodes the dense matrices of ``source`` and saves the model; prints sizes before and after."""
+    """Encodes the dense matrices of ``source`` and saves the model; prints sizes before and after.
+
+    What is not encoded keeps the type it has, so that no tensor grows.
+    """
     check_target(args.directory)
     path = locate_model(args.source)
     before = open_source(path)
     shown = None if args.json or not sys.stderr.isatty() else _show_progress
-    model, _ = load(path, device="cpu", dtype="float32", quantize=args.format, progress=shown)
+    source = EncodedSource(before, args.format)
+    cpu = torch.device("cpu")
+    model = load_transformer(
+        source, device=cpu, dtype=None, activations="float", model_class=CausalLM, progress=shown
+    )
+    assert isinstance(model, CausalLM)
+    model.origin = Origin.of(source)
     save(model, args.directory, max_shard_size=args.max_shard_size)
     after = open_source(args.directory)
     if args.json:

@@ -33,8 +33,9 @@ from realizar_torch.nn.norm import LayerNorm, PerHeadNorm, RMSNorm
 class ModelBuilder:
     """Makes modules of one file's tensors, which ``models.tensors`` has checked.
 
-    Weights on the CPU stay views of the file's mapping, also those that are parts of a tensor. dtype: of
-    activations, norms and biases. activations: "float" or "int8", for every packed linear.
+    Weights on the CPU stay views of the file's mapping, also those that are slices of a tensor; q and k whose
+    rows are put into another order are copies. dtype: of activations, norms, biases and dense weights; None:
+    each as in the file. activations: "float" or "int8", for every packed linear.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class ModelBuilder:
         file: ModelSource,
         config: ModelConfig,
         device: torch.device,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         activations: str,
     ):
         self.file, self.config = file, config
@@ -70,7 +71,8 @@ class ModelBuilder:
     def _weight(self, info: TensorInfo, rows: slice | Tensor = slice(None)) -> Tensor:
         """Rows of a tensor, packed or of ``dtype``, on the device; what was copied is let go in the file."""
         stored = self.file.read(info.name)
-        weight = stored[rows].to(self.device, stored.dtype if info.fmt.packed else self.dtype)
+        dtype = stored.dtype if info.fmt.packed else self.dtype
+        weight = stored[rows].to(device=self.device, dtype=dtype)
         if weight.untyped_storage().data_ptr() != stored.untyped_storage().data_ptr():
             self.file.release(info.name)
         return weight

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from realizar_torch import ops
+from realizar_torch.caller import warn_caller
 from realizar_torch.checkpoint.gguf import TensorInfo
 from realizar_torch.checkpoint.gguf_errors import shown_path
 from realizar_torch.checkpoint.mapped import stored_bytes
@@ -22,6 +23,7 @@ _FALLBACKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 # Small, and either read by row or decisive for the route of a token.
 _KEPT = ("position_embd.weight", "*.ffn_gate_inp*.weight")
+_MAX_NAMES_SHOWN = 4
 
 
 class EncodedSource(SourceView):
@@ -30,10 +32,10 @@ class EncodedSource(SourceView):
     plan: a format for all of them, or patterns (fnmatch, on GGUF names such as "blk.*.attn_q.weight") and
     their formats, of which the first that matches decides; what none matches stays dense. With one format
     for all, the output head (or the embedding in its place) is Q6_K at least, as in llama.cpp. Rows that are
-    no whole K-quant blocks take a format of blocks of 32 instead, and stay dense if they are no whole ones
-    of these either. Vectors stay as they are, and so do packed tensors.
+    no whole K-quant blocks take a format of blocks of 32 instead, and stay dense, with a warning that names
+    them, if they are no whole ones of these either. Vectors stay as they are, and so do packed tensors.
 
-    FormatError for an unknown format, a pattern that matches no matrix, or where there is nothing to encode.
+    FormatError for an unknown format, a pattern that matches no matrix, or where nothing can be encoded.
     """
 
     def __init__(self, source: ModelSource, plan: str | Mapping[str, str]) -> None:
@@ -53,14 +55,30 @@ class EncodedSource(SourceView):
             wanted = get_packed_format(plan)
             plan = {head: max(wanted, Q6_K, key=lambda fmt: fmt.bits_per_weight).name, "*": plan}
             plan = plan if head in matrices else {"*": wanted.name}
+        chosen = choose_formats(plan, matrices)
         self._formats = {
             name: fmt
-            for name, wanted in choose_formats(plan, matrices).items()
+            for name, wanted in chosen.items()
             if (fmt := _for_rows(wanted, matrices[name].shape[-1])) is not None
         }
+        self._tell_of([matrices[name] for name in chosen if name not in self._formats])
         tensors = {name: _encoded(info, self._formats.get(name)) for name, info in source.tensors.items()}
         self._tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
         self._last: tuple[str, Tensor] | None = None
+
+    def _tell_of(self, dense: list[TensorInfo]) -> None:
+        """A warning for matrices that were to be encoded and stay dense; FormatError if they are all."""
+        if not dense:
+            return
+        listed = ", ".join(f"{info.name} (rows of {info.shape[-1]})" for info in dense[:_MAX_NAMES_SHOWN])
+        count, total = len(dense), len(dense) + len(self._formats)
+        found = (
+            f"{shown_path(self.path)}: {count} of the {total} matrices to quantize have rows that are no whole "
+            f"blocks of any format chosen for them: {listed}{', …' if count > _MAX_NAMES_SHOWN else ''}"
+        )
+        if not self._formats:
+            raise FormatError(f"{found}; nothing would be encoded: leave quantize= out")
+        warn_caller(f"{found}; they stay dense")
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

@@ -16,15 +16,17 @@ def load_transformer(
     file: ModelSource,
     *,
     device: torch.device,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     activations: str,
     max_seq_len: int | None = None,
     model_class: type[Transformer] = Transformer,
     progress: Callable[[int, int], None] | None = None,
 ) -> Transformer:
-    """Builds the model of an open source. Weights on the CPU stay views of its private file mapping.
+    """Builds the model of an open source. Weights on the CPU stay views of its private file mapping, but for q
+    and k of converted files, whose rows are put into another order.
 
-    dtype: of activations, norms and biases. activations: "float" or "int8", for every packed linear.
+    dtype: of activations, norms, biases and dense weights; None: each tensor keeps its own, for a model that
+    is saved and not run. activations: "float" or "int8", for every packed linear.
     max_seq_len: positions that the model shall see, which decides between the two sets of LongRoPE; None:
     the file's context length.
     """
