@@ -126,6 +126,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 flags={
                     "use_qkv_bias": "blk.0.attn_q.bias",
                     "use_parallel_residual": "!blk.0.ffn_norm.weight",
+                    "qk_layernorm": "blk.0.attn_q_norm.weight",
                 },
             ),
             Architecture("phi2", "phi", epsilon=("layer_norm_eps", EPSILON)),

@@ -1,7 +1,8 @@
 """From the metadata of a GGUF file to the transformers config of its model."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +10,13 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from realizar_torch.checkpoint.gguf_errors import shown_path
 from realizar_torch.checkpoint.source import ModelSource
-from realizar_torch.errors import FormatError, GGUFError, MissingTensorsError, UnsupportedArchitectureError
+from realizar_torch.errors import (
+    FormatError,
+    GGUFError,
+    MissingTensorsError,
+    RealizarError,
+    UnsupportedArchitectureError,
+)
 from realizar_torch.hf.architectures import SIZES, Architecture
 from realizar_torch.models.metadata import Keys
 from realizar_torch.models.rope_scaling import read_rope_scaling
@@ -42,7 +49,8 @@ def read_config(
     """The config of the model in ``file``.
 
     ``special_ids``: bos_token_id, eos_token_id and pad_token_id; there is none where one is missing.
-    ``replaced``: fields whose value is not the file's; FormatError if the config has no such field.
+    ``replaced``: fields whose value is not the file's; FormatError if the config has no such field, or
+    refuses the value.
     GGUFError names a key that is missing or impossible, UnsupportedArchitectureError a feature that the
     transformers model has not, MissingTensorsError a tensor that sizes are read from.
     """
@@ -83,7 +91,27 @@ def read_config(
     for name in replaced:
         if name not in fields and not hasattr(config_class, name):
             raise FormatError(f"config has {name!r}, which is no field of {config_class.__name__}")
-    return config_class(**fields | dict(replaced))
+    with refusals(source, config=replaced):
+        return config_class(**fields | dict(replaced))
+
+
+@contextmanager
+def refusals(source: str, **arguments: Any) -> Iterator[None]:
+    """What transformers says against its settings: a FormatError that names the ``arguments``, or a GGUFError
+    where none was given and all settings are the file's."""
+    try:
+        yield
+    except RealizarError:
+        raise
+    # there is no class that all its refusals share
+    except Exception as error:
+        given = ", ".join(f"{name}={value!r:.200}" for name, value in arguments.items() if value)
+        reason = " ".join(str(error).split())
+        if given:
+            raise FormatError(f"{source}: transformers refuses {given}: {reason}") from error
+        raise GGUFError(
+            f"{source}: transformers refuses what the file says of its model: {reason}"
+        ) from error
 
 
 def _sizes(keys: Keys) -> dict[str, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -20,10 +20,11 @@ from realizar_torch.checkpoint.source import ModelSource
 from realizar_torch.checkpoint.vocabulary import Vocabulary
 from realizar_torch.errors import FormatError
 from realizar_torch.hf.architectures import get_architecture
-from realizar_torch.hf.config import read_config
+from realizar_torch.hf.config import read_config, refusals
 from realizar_torch.hf.mapping import map_parameters, packed_formats
 from realizar_torch.hf.quantizer import RealizarConfig
 from realizar_torch.hf.tokenizer import build_tokenizer
+from realizar_torch.models.sources import is_directory_model
 from realizar_torch.nn.packed import check_activations
 
 
@@ -32,7 +33,7 @@ def from_gguf(
     *,
     device_map: str | int | torch.device | Mapping[str, Any] | None = None,
     dtype: str | torch.dtype = "auto",
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     activations: str = "float",
     config: PreTrainedConfig | Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -42,7 +43,8 @@ def from_gguf(
     """The model and tokenizer of a GGUF file, of any shard of a split one, or of ``owner/name:QUANT``.
 
     device_map, attn_implementation, max_memory, offload_folder: as ``from_pretrained`` takes them.
-        device_map None is the CPU, where weights stay views of the file's mapping.
+        device_map None is the CPU, where weights stay views of the file's mapping. attn_implementation None
+        is "sdpa" where the model has it, "eager" where not (gemma2).
     dtype: of everything that is not packed, and of activations. "auto": bfloat16 where ``device_map`` may
         mean a GPU and there is one, float32 otherwise.
     activations: "float", exact, or "int8", which quantizes the input of every packed product in blocks.
@@ -51,11 +53,18 @@ def from_gguf(
 
     On a GPU ``rt.prepack(model)`` afterwards rearranges the weights for its kernels. What
     ``save_pretrained`` writes is loaded by ``from_pretrained`` once ``realizar_torch.hf`` is imported.
-    Raises what ``rt.open_gguf`` raises; UnsupportedArchitectureError for an architecture, feature or
-    tokenizer that has no row here; MissingTensorsError unless file and model agree on every tensor.
+    Raises what ``rt.open_gguf`` raises; FormatError for a directory of another kind, and for arguments that
+    transformers refuses; UnsupportedArchitectureError for an architecture, feature or tokenizer that has no
+    row here; MissingTensorsError unless file and model agree on every tensor.
     """
     check_activations(activations)
-    file = open_gguf(find_model(path))
+    found = find_model(path)
+    if is_directory_model(found):
+        raise FormatError(
+            f"{shown_path(found)} is a directory that is a model itself, expected a GGUF file: load it with "
+            "rt.load or, one of Hugging Face's, with AutoModelForCausalLM.from_pretrained"
+        )
+    file = open_gguf(found)
     vocabulary = Vocabulary.from_gguf(file.metadata) if tokenizer is None else None
     model = load_model(
         file,
@@ -83,33 +92,35 @@ def load_model(
     special_ids: Mapping[str, Any] = MappingProxyType({}),
     device_map: Any = None,
     dtype: torch.dtype,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     activations: str = "float",
     config: PreTrainedConfig | Mapping[str, Any] | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
 ) -> PreTrainedModel:
     """The model of an open file, as by ``from_gguf``; ``special_ids`` as in ``read_config``."""
-    row = get_architecture(file.arch, shown_path(file.path))
+    source = shown_path(file.path)
+    row = get_architecture(file.arch, source)
     if isinstance(config, PreTrainedConfig):
         settings = config
-    else:
+    elif config is None or isinstance(config, Mapping):
         settings = read_config(file, row, special_ids, config or {})
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
-    with torch.device("meta"):
-        skeleton = model_class(settings)
+    else:
+        raise FormatError(f"config is {config!r:.80}, expected a dict of fields or a config of transformers")
+    attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    with refusals(source, config=config, **attention), torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(settings, **attention)
     sources = map_parameters(file, skeleton, row)
     formats = packed_formats(sources, skeleton)
     if formats:
         settings.quantization_config = RealizarConfig(formats, activations).to_dict()
     # transformers places, ties and dispatches: the parameters come as a state dict instead of as files
-    return model_class.from_pretrained(
+    return type(skeleton).from_pretrained(
         None,
         config=settings,
         state_dict={name: source.read(file) for name, source in sources.items()},
         dtype=dtype,
         device_map=device_map,
-        attn_implementation=attn_implementation,
         max_memory=max_memory,
         offload_folder=offload_folder,
     )

@@ -1,5 +1,6 @@
 """Which tensor of a GGUF file each parameter of a transformers model is, and what has to be done to it."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from realizar_torch.hf.config import ROPE_TENSORS
 from realizar_torch.hf.modules import weight_shape
 
 _MAX_SHOWN = 8
+# StableLM has a norm for each head; the converter stacks them
+_OF_HEAD = re.compile(r"\.norms\.(\d+)(?=\.weight$)")
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,11 @@ def map_parameters(file: ModelSource, model: PreTrainedModel, row: Architecture)
         info = file.tensors[tensor]
         module_name, _, kind = parameter.rpartition(".")
         module = model.get_submodule(module_name)
-        expected = weight_shape(module) if kind == "weight" else None
-        if info.shape != (expected or tuple(value.shape)):
-            problems.append(
-                f"{tensor} has shape {list(info.shape)}, expected {list(expected or value.shape)}"
-            )
-        if info.fmt.packed and expected is None:
+        matrix = weight_shape(module) if kind == "weight" else None
+        expected = matrix or (*_stack(parameter, model), *value.shape)
+        if info.shape != expected:
+            problems.append(f"{tensor} has shape {list(info.shape)}, expected {list(expected)}")
+        if info.fmt.packed and matrix is None:
             raise UnsupportedArchitectureError(
                 f"{source}: {tensor} is {info.fmt.name}, but {parameter} must be plain floats"
             )
@@ -94,7 +96,13 @@ def _tensor_names(arch: str, layers: int) -> Callable[[str], str | None]:
 
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     table = gguf.get_tensor_name_map(number, layers)
-    return lambda parameter: table.get_name(parameter, try_suffixes=(".weight", ".bias"))
+    return lambda parameter: table.get_name(_OF_HEAD.sub("", parameter), try_suffixes=(".weight", ".bias"))
+
+
+def _stack(parameter: str, model: PreTrainedModel) -> tuple[int, ...]:
+    """(heads,) of the tensor that ``parameter`` is one row of, else ()."""
+    head = _OF_HEAD.search(parameter)
+    return () if head is None else (len(model.get_submodule(f"{parameter[: head.start()]}.norms")),)
 
 
 def _change(
@@ -103,6 +111,8 @@ def _change(
     config = model.config
     heads = {"q_proj": config.num_attention_heads, "k_proj": getattr(config, "num_key_value_heads", 0)}
     owner, kind = parameter.split(".")[-2:]
+    if _OF_HEAD.search(parameter):
+        return lambda tensor: tensor[int(owner)].clone()
     if row.interleaved_qk and owner in heads:
         return lambda tensor: tensor[_halves_apart(len(tensor), heads[owner])]
     if row.grouped_qkv and owner == "query_key_value":

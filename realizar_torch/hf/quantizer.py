@@ -91,7 +91,8 @@ def _check_complete(model: PreTrainedModel, files: Sequence[str]) -> None:
     stored: dict[str, list[int]] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
-            stored |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+            names = file.keys()
+            stored |= {name: file.get_slice(name).get_shape() for name in names}
     tied = model.all_tied_weights_keys
     state = {name: list(value.shape) for name, value in model.state_dict().items() if name not in tied}
     problems = [f"missing {name} {shape}" for name, shape in state.items() if name not in stored]
