@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 import realizar_torch as rt
+from realizar_torch.cpu_kernels import matrix_tiles
 from realizar_torch.generation.causal_lm import CausalLM
 from realizar_torch.generation.step import decode_step, new_state, prefill
 from realizar_torch.models.loading import load_transformer
@@ -31,6 +32,8 @@ from realizar_torch.models.transformer import Transformer
 def main() -> int:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
+    if args.no_tiles:
+        matrix_tiles.available = lambda: False
     cpu, source = torch.device("cpu"), open_source(args.model)
     model = load_transformer(
         source, device=cpu, dtype=torch.float32, activations=args.activations, model_class=CausalLM
@@ -88,6 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=64, help="tokens decoded")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--activations", choices=("int8", "float"), default="int8")
+    parser.add_argument("--no-tiles", action="store_true", help="as on a CPU without AMX")
     parser.add_argument("--llama-bench", default=shutil.which("llama-bench"), help="llama.cpp's binary")
     parser.add_argument("--out", help="write the report as JSON")
     return parser.parse_args()
