@@ -21,6 +21,9 @@ class TableStep:
         self.positions = torch.zeros(cache.batch_size, dtype=torch.int32)
         self.logits = torch.zeros(cache.batch_size, VOCAB)
 
+    def refresh(self):
+        pass
+
     def place(self):
         self.positions.fill_(self.cache.length)
 
@@ -33,15 +36,20 @@ class TableStep:
         self.cache.advance(1)
 
 
-@pytest.fixture
-def model(monkeypatch):
-    """A model whose ``generate`` runs ahead; ``decoder``: the latest one; ``closed``: how many ended."""
+def put_table_in_place_of_the_step(monkeypatch):
+    """DecodeGraph without a GPU: ``TableStep`` steps, events that nobody waits for."""
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(graph, "why_not", lambda *_: None)
     monkeypatch.setattr(graph, "GpuStep", TableStep)
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """A model whose ``generate`` runs ahead; ``decoder``: the latest one; ``closed``: how many ended."""
+    put_table_in_place_of_the_step(monkeypatch)
     model = MarkovModel()
     model.closed = 0
 
@@ -101,3 +109,11 @@ def test_logits_that_are_not_finite_are_an_error_and_the_state_is_given_back(mod
     with pytest.raises(RealizarError, match="step 1"):
         generate(model, torch.tensor([[5]]), 6, do_sample=True, repetition_penalty=1.2, top_k=1)
     assert model.closed == 1
+
+
+def test_a_generation_begins_without_the_marks_of_the_one_before(model):
+    generate(model, torch.tensor([[4]]), 5, eos_token_id=[], repetition_penalty=1.3)
+    logits = torch.randn(1, VOCAB)
+    model.decoder.begin(logits, SamplingParams(repetition_penalty=1.3), cuda_graph=False)
+    assert model.decoder.read() == [int(logits.argmax())]
+    assert model.decoder._marks.sum() == 1

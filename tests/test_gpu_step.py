@@ -76,6 +76,23 @@ def rms(x):
     return x.square().mean().sqrt()
 
 
+def test_biases_written_to_in_place_are_taken_over(small, tmp_path):
+    model, ids = load(tmp_path, "llama", "int8"), ids_of(1, 2)
+    with torch.inference_mode():
+        cache = KVCache(model.config, 1, 64, device=DEVICE)
+        step = GpuStep(model, cache, Workspace.for_model(model.config, 1, device=DEVICE))
+        before = step.run(ids[:, 0]).clone()
+    # without inference mode, as an optimizer or load_state_dict writes
+    model.layers[0].self_attn.v_proj.bias.data.add_(3.0)
+    step.refresh()
+    with torch.inference_mode():
+        cache.reset()
+        changed = step.run(ids[:, 0]).clone()
+        fresh = GpuStep(model, KVCache(model.config, 1, 64, device=DEVICE), step._workspace)
+        assert torch.equal(changed, fresh.run(ids[:, 0]))
+    assert not torch.equal(changed, before)
+
+
 @pytest.mark.gpu
 def test_positions_follow_the_cache_after_rollback_and_reset(tmp_path):
     model, ids = load(tmp_path, "llama"), ids_of(1, 6)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from random_models import CONTEXT, WINDOW, write_random_model
 from scripted_model import EOS, MarkovModel
-from test_decode_ahead import TableStep
+from test_decode_ahead import put_table_in_place_of_the_step
 from tiny_models import write_tiny_llama
 
 import realizar_torch as rt
@@ -254,12 +254,7 @@ def test_what_it_cannot_hold_is_refused(path, tiny):
 
 def test_a_step_too_many_is_forgotten(monkeypatch):
     """On a GPU a step runs ahead; here a table stands in for it (test_decode_ahead.py)."""
-    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(graph, "why_not", lambda *_: None)
-    monkeypatch.setattr(graph, "GpuStep", TableStep)
+    put_table_in_place_of_the_step(monkeypatch)
     model = MarkovModel()
     model.follow([5, 7, 8, EOS])
     model.dtype, model.parameters, model.buffers = torch.float32, list, list

@@ -127,7 +127,7 @@ def add_int8(
                     if has_sub_scales(FMT):
                         term = s[p].to(tl.float32) * term
                 elif has_sub_scales(FMT):
-                    # below 2^24 in magnitude, so exact in fp32
+                    # below 2^24 times the plane's lift, and a multiple of it: exact in fp32
                     term = (dot * s[p]).to(tl.float32) * xs
                 else:
                     term = dot.to(tl.float32) * xs

@@ -53,6 +53,7 @@ class GpuState:
                 model, batch_size, cache=self.cache, workspace=self.workspace
             )
         self.decoder = self._decoders[batch_size]
+        self.decoder.step.refresh()
 
     def close(self) -> None:
         """Ends the generation; the state is free for the next one."""

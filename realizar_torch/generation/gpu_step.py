@@ -84,6 +84,13 @@ class GpuStep:
         self.advance()
         return self.logits
 
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Takes over q, k and v biases written to since: of no other weight does the step hold a copy."""
+        for layer, joined in self._qkv_bias.items():
+            if joined is not None:
+                joined.copy_(self._joined_bias(layer.self_attn))
+
     def place(self) -> None:
         """Tells the device where the cache ends, unless it has counted to there itself."""
         if self._position != self._cache.length:

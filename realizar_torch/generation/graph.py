@@ -99,8 +99,11 @@ class DecodeGraph:
         """
         self._sampling, self._generator = sampling or SamplingParams(), generator
         self._wanted = cuda_graph
-        if seen is not None:
+        if seen is None:
+            self._marks.zero_()
+        else:
             self._marks.copy_(seen)
+        self.step.refresh()
         self._issued = self._read = 0
         self._draw()
         self._choose(logits.contiguous(), self._sampling)
