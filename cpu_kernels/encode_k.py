@@ -41,7 +41,7 @@ from realizar_torch.cpu_kernels.simd import (
 )
 from realizar_torch.formats import Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
 
-_BLOCK = 256
+_BLOCK = Q4_K.block_size
 _EPSILON = 1e-15
 # byte columns of a block's levels; fp32 columns of a sub-block, at most 32
 _LEVELS, _WEIGHTS = _BLOCK * BYTE_COLUMN, 32 * COLUMN

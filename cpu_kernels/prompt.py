@@ -17,15 +17,6 @@ from realizar_torch.cpu_kernels.pool import barrier
 from realizar_torch.cpu_kernels.prompt_attention import attend_block, rotary_rows, rotate_column
 from realizar_torch.cpu_kernels.step_vectors import add_rows, copy_row, gate, scale_row
 
-_EMBED, _NORM, _LOAD, _LINEAR, _GATED, _ROTATE, _ATTEND = (
-    program.EMBED,
-    program.NORM,
-    program.LOAD,
-    program.LINEAR,
-    program.GATED,
-    program.ROTATE,
-    program.ATTEND,
-)
 _BLOCK = 32
 # Columns that a thread takes at a time.
 _SHARE = 4
@@ -44,11 +35,11 @@ def run_prompt(thread, n_threads, instructions, context):
     for index in range(len(instructions)):
         i = instructions[index]
         counter = c.counters + program.COUNTER_BYTES * index
-        if i.opcode == _LINEAR:
+        if i.opcode == program.LINEAR:
             _linear(c, i, arena, counter)
-        elif i.opcode == _GATED:
+        elif i.opcode == program.GATED:
             _gated(c, i, arena, counter)
-        elif i.opcode == _ATTEND:
+        elif i.opcode == program.ATTEND:
             _attend(c, i, arena, counter)
         else:
             _each_column(c, i, arena, counter, i.opcode)
@@ -63,13 +54,13 @@ def _each_column(c, i, arena, counter, opcode):
         if first >= c.used:
             return
         for column in range(first, min(first + _SHARE, c.used)):
-            if opcode == _NORM:
+            if opcode == program.NORM:
                 _norm(c, i, arena, column)
-            elif opcode == _LOAD:
+            elif opcode == program.LOAD:
                 _store_activations(c, i, 0, i.source + column * i.source_stride, 0, i.width // _BLOCK, column)
-            elif opcode == _ROTATE:
+            elif opcode == program.ROTATE:
                 rotate_column(c, i, column)
-            elif opcode == _EMBED:
+            elif opcode == program.EMBED:
                 target = c.residual + column * 4 * c.hidden
                 row = i.weight + load_i64(c.tokens, 8 * column) * i.row_bytes
                 call_native(i.kernel, (row, c.hidden, target))

@@ -14,15 +14,6 @@ from realizar_torch.cpu_kernels.pool import barrier
 from realizar_torch.cpu_kernels.step_attention import attend_heads, rotary_table, rotate_unit
 from realizar_torch.cpu_kernels.step_vectors import add_rows, copy_row, gate, scale_row
 
-_EMBED, _NORM, _LOAD, _LINEAR, _GATED, _ROTATE, _ATTEND = (
-    program.EMBED,
-    program.NORM,
-    program.LOAD,
-    program.LINEAR,
-    program.GATED,
-    program.ROTATE,
-    program.ATTEND,
-)
 _BLOCK = 32
 # Rows that a thread takes at a time: small enough to even out the threads, large enough to stream.
 TILE_ROWS = 32
@@ -44,19 +35,19 @@ def run_step(thread, n_threads, instructions, context, batch, position):
     for index in range(len(instructions)):
         i = instructions[index]
         counter = c.tiles + program.COUNTER_BYTES * index
-        if i.opcode == _LINEAR:
+        if i.opcode == program.LINEAR:
             _linear(c, i, arena, counter, batch)
-        elif i.opcode == _GATED:
+        elif i.opcode == program.GATED:
             _gated(c, i, arena, counter, batch)
-        elif i.opcode == _NORM:
+        elif i.opcode == program.NORM:
             _norm(c, i, arena, batch)
-        elif i.opcode == _LOAD:
+        elif i.opcode == program.LOAD:
             _load(c, i, arena, batch)
-        elif i.opcode == _ATTEND:
+        elif i.opcode == program.ATTEND:
             _attend(c, i, arena, counter, batch, position, n_threads)
-        elif i.opcode == _ROTATE:
+        elif i.opcode == program.ROTATE:
             _rotate(c, i, arena, counter, batch, position)
-        elif i.opcode == _EMBED:
+        elif i.opcode == program.EMBED:
             _embed(c, i, arena, batch)
         if i.barrier:
             barrier(c.barrier, n_threads)

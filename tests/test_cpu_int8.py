@@ -23,19 +23,20 @@ from cases import (
 from realizar_torch import reference
 from realizar_torch.formats import FORMATS, FORMATS_BY_GGML_TYPE
 
-numba = pytest.importorskip("numba")
+pytest.importorskip("numba")
 
-from llvmlite import binding, ir  # noqa: E402
-from numba.extending import intrinsic  # noqa: E402
+import numba
+from llvmlite import binding, ir
+from numba.extending import intrinsic
 
-from realizar_torch.cpu_kernels.activation_panel import COLUMNS, copy_into_panel, panel_places  # noqa: E402
-from realizar_torch.cpu_kernels.int8_matmul import kind_of_sums, matmul_tile_of  # noqa: E402
-from realizar_torch.cpu_kernels.int8_quantize import quantize_blocks  # noqa: E402
-from realizar_torch.cpu_kernels.jit import jit, target_features  # noqa: E402
-from realizar_torch.cpu_kernels.memory import load_u16, store_f32  # noqa: E402
-from realizar_torch.cpu_kernels.row_kernels import int8_rows_of  # noqa: E402
-from realizar_torch.cpu_kernels.simd_unpack import half_bits_to_float  # noqa: E402
-from realizar_torch.cpu_kernels.targets import GENERIC, TARGETS, best_target  # noqa: E402
+from realizar_torch.cpu_kernels.activation_panel import COLUMNS, copy_into_panel, panel_places
+from realizar_torch.cpu_kernels.int8_matmul import kind_of_sums, matmul_tile_of
+from realizar_torch.cpu_kernels.int8_quantize import quantize_blocks
+from realizar_torch.cpu_kernels.jit import jit, target_features
+from realizar_torch.cpu_kernels.memory import load_u16, store_f32
+from realizar_torch.cpu_kernels.row_kernels import int8_rows_of
+from realizar_torch.cpu_kernels.simd_unpack import half_bits_to_float
+from realizar_torch.cpu_kernels.targets import GENERIC, TARGETS, best_target
 
 RUNNABLE = [target for target in TARGETS if target.features <= target_features()]
 by_target = pytest.mark.parametrize("target", RUNNABLE, ids=lambda target: target.name)
