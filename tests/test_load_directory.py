@@ -195,7 +195,7 @@ def test_matrices_that_stay_dense_are_told(tmp_path):
     with pytest.warns(UserWarning, match=r"3 of the 23 matrices.*blk\.0\.ffn_down\.weight \(rows of 100\)"):
         model, _ = rt.load(tmp_path, quantize="Q4_K")
     assert isinstance(model.layers[0].mlp.down_proj, torch.nn.Linear)
-    with pytest.raises(rt.FormatError, match="3 of the 3 matrices.*nothing would be encoded"):
+    with pytest.raises(rt.FormatError, match=r"3 of the 3 matrices.*nothing would be encoded"):
         rt.load(tmp_path, quantize={"blk.*.ffn_down.weight": "Q8_0"})
 
 
@@ -223,6 +223,26 @@ def test_config_replaces_metadata(directory, ids):
 def test_config_that_cannot_be_meant_is_refused(directory, config, words):
     with pytest.raises(rt.RealizarError, match=words):
         rt.load(directory, config=config)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_padded_vocabulary_generates_to_the_end(tmp_path, own):
+    """A head that prefers ids for which tokenizer.json has no token."""
+    write_hf_directory(tmp_path, vocab_size=VOCAB + 7, tie_word_embeddings=False)
+
+    def prefer_padding(tensors: dict[str, torch.Tensor]) -> None:
+        head = tensors["lm_head.weight"]
+        head[VOCAB + 3] = 100 * tensors["model.norm.weight"]
+        head[VOCAB + 4] = -head[VOCAB + 3]
+
+    change_tensors(tmp_path, prefer_padding)
+    model, tokenizer = rt.load(tmp_path, tokenizer=None if own else tmp_path)
+    prompt = torch.tensor([tokenizer.encode("the cat")])
+    ids = model.generate(prompt, max_new_tokens=4, eos_token_id=[])[0, prompt.shape[1] :]
+    assert set(ids.tolist()) <= {VOCAB + 3, VOCAB + 4}
+    assert rt.generate(model, tokenizer, "the cat", max_new_tokens=4) == ""
+    with pytest.raises(rt.FormatError, match=f"outside the vocabulary of {VOCAB + 7}"):
+        tokenizer.decode([VOCAB + 7])
 
 
 def test_numbers_and_names_of_other_types(directory):

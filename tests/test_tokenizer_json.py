@@ -117,6 +117,19 @@ def test_foreign_ids_are_refused(bpe, token):
         bpe.encode("a\ud800")
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_ids_that_pad_the_model_s_vocabulary_are_no_text(directory, skip):
+    """As llama.cpp's converter pads a vocabulary: Qwen's models have 151936 rows for 151669 tokens."""
+    tokenizer = JsonTokenizer.from_metadata(tokenizer_metadata(directory), model_vocab_size=280)
+    ids = [273, *tokenizer.encode("the "), 279, *tokenizer.encode("cat"), 275]
+    assert tokenizer.vocab_size == 273 and tokenizer.decode(ids, skip_special_tokens=skip) == "the cat"
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
+    assert "".join([*map(detokenizer.push, ids), detokenizer.flush()]) == "the cat"
+    assert tokenizer.is_special(279) and not tokenizer.is_special(272)
+    with pytest.raises(rt.FormatError, match="token id 280 is outside the vocabulary of 280"):
+        tokenizer.decode([280])
+
+
 def test_every_stop_id_counts(directory):
     """Field fault 45: those of config.json and generation_config.json, and end-of-turn texts."""
     (directory / "config.json").write_text(json.dumps({"eos_token_id": 7}))

@@ -55,13 +55,17 @@ def tokenizer_metadata(directory: Path) -> dict[str, Any]:
     return metadata
 
 
-def tokenizer_of(metadata: Mapping[str, Any], source: str) -> "Tokenizer | JsonTokenizer":
+def tokenizer_of(
+    metadata: Mapping[str, Any], source: str, vocab_size: int = 0
+) -> "Tokenizer | JsonTokenizer":
     """The tokenizer that a model's metadata describe, in whichever of the two forms.
+
+    vocab_size: of the model, which may be padded beyond the ids that tokenizer.json has.
 
     CheckpointError where there is none; else as Tokenizer.from_gguf and JsonTokenizer.from_metadata.
     """
     if TOKENIZER_JSON in metadata:
-        return JsonTokenizer.from_metadata(metadata, source)
+        return JsonTokenizer.from_metadata(metadata, source, vocab_size)
     if not any(key.startswith("tokenizer.") for key in metadata):
         raise CheckpointError(
             f"{source} has no tokenizer (tokenizer.json); pass tokenizer=, the path of one or a Tokenizer"
@@ -70,7 +74,11 @@ def tokenizer_of(metadata: Mapping[str, Any], source: str) -> "Tokenizer | JsonT
 
 
 class JsonTokenizer:
-    """The interface of ``Tokenizer`` over tokenizer.json. `chat_template`, its text or None, may be set."""
+    """The interface of ``Tokenizer`` over tokenizer.json. `chat_template`, its text or None, may be set.
+
+    model_vocab_size: rows of the model's embedding; ids behind the tokenizer's own up to there are padding, as
+    llama.cpp's converter names them: special, and no text.
+    """
 
     def __init__(
         self,
@@ -79,6 +87,7 @@ class JsonTokenizer:
         end_ids: Iterable[int] = (),
         chat_template: str | None = None,
         source: str = "tokenizer.json",
+        model_vocab_size: int = 0,
     ) -> None:
         self._text = text
         self._plain = _parse(text, source)
@@ -88,6 +97,7 @@ class JsonTokenizer:
         self.chat_template = chat_template
         vocabulary = self._plain.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values()) + 1
+        self._known_ids = max(self.vocab_size, model_vocab_size)
         self.bos_token_id, self.eos_token_id, self.pad_token_id = (
             vocabulary.get(special_tokens.get(name)) for name in ("bos_token", "eos_token", "pad_token")
         )
@@ -102,7 +112,9 @@ class JsonTokenizer:
         return find_turn_end(self, self.is_special)
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any], source: str = "tokenizer.json") -> "JsonTokenizer":
+    def from_metadata(
+        cls, metadata: Mapping[str, Any], source: str = "tokenizer.json", model_vocab_size: int = 0
+    ) -> "JsonTokenizer":
         """Made from what ``tokenizer_metadata`` found."""
         return cls(
             metadata[TOKENIZER_JSON],
@@ -110,6 +122,7 @@ class JsonTokenizer:
             metadata.get(END_IDS, ()),
             metadata.get(CHAT_TEMPLATE),
             source,
+            model_vocab_size,
         )
 
     @functools.cached_property
@@ -161,7 +174,7 @@ class JsonTokenizer:
 
     def is_special(self, token_id: int) -> bool:
         """True for tokens that stand for no text."""
-        return token_id in self._special_ids
+        return token_id in self._special_ids or self.vocab_size <= token_id < self._known_ids
 
     @functools.cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -170,9 +183,9 @@ class JsonTokenizer:
 
     def _checked(self, token_id: int) -> int:
         token_id = operator.index(token_id)
-        if not 0 <= token_id < self.vocab_size:
+        if not 0 <= token_id < self._known_ids:
             raise FormatError(
-                f"token id {token_id} is outside the vocabulary of {self.vocab_size} tokens; "
+                f"token id {token_id} is outside the vocabulary of {self._known_ids} tokens; "
                 "was it made by another model's tokenizer?"
             )
         return token_id

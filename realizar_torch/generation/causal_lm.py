@@ -88,9 +88,9 @@ def load(
     source: ModelSource = open_source(find_model(path_or_ref))
     overridden = OverriddenSource(source, {} if config is None else config)
     source = overridden if quantize is None else EncodedSource(overridden, quantize)
-    longest = ModelConfig.from_gguf(source.metadata, shown_path(source.path)).context_length
-    positions = _positions(max_seq_len, longest)
-    opened = open_tokenizer(source if tokenizer is None else tokenizer)
+    sizes = ModelConfig.from_gguf(source.metadata, shown_path(source.path))
+    positions = _positions(max_seq_len, sizes.context_length)
+    opened = open_tokenizer(source if tokenizer is None else tokenizer, sizes.vocab_size)
     overridden.check_read()
     model = load_transformer(
         source,

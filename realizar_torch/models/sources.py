@@ -59,16 +59,19 @@ def models_under(path: Path) -> list[Path]:
     return sorted(set(models))
 
 
-def open_tokenizer(source: ModelSource | str | os.PathLike[str] | Any) -> Any:
-    """The tokenizer of an open model, of the model or tokenizer.json at a path, or a Tokenizer as it is."""
+def open_tokenizer(source: ModelSource | str | os.PathLike[str] | Any, vocab_size: int = 0) -> Any:
+    """The tokenizer of an open model, of the model or tokenizer.json at a path, or a Tokenizer as it is.
+
+    vocab_size: of the model that it is for, as in ``tokenizer_of``.
+    """
     if all(hasattr(source, name) for name in ("encode", "decode", "detokenizer", "eos_token_ids")):
         return source
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         directory = path.parent if path.name == _TOKENIZER_JSON else path
         if (directory / _TOKENIZER_JSON).is_file():
-            return tokenizer_of(tokenizer_metadata(directory), shown_path(directory))
+            return tokenizer_of(tokenizer_metadata(directory), shown_path(directory), vocab_size)
         source = open_source(path)
     if not hasattr(source, "metadata"):
         raise FormatError(f"tokenizer is {source!r:.80}; expected a path or a Tokenizer")
-    return tokenizer_of(source.metadata, shown_path(source.path))
+    return tokenizer_of(source.metadata, shown_path(source.path), vocab_size)
