@@ -12,6 +12,8 @@ from hf_directories import INDEX, change_tensors, edit, load_all, write_hf_direc
 import realizar_torch as rt
 from realizar_torch.checkpoint.safetensors_files import SafetensorsFiles
 
+LONGROPE = {"rope_type": "longrope", "short_factor": ["x"], "long_factor": [1.0]}
+
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory) -> Path:
@@ -109,6 +111,13 @@ def test_a_stored_head_counts_whatever_the_flag_says(directory):
         ({"hidden_act": "relu"}, rt.UnsupportedArchitectureError, "activation 'relu'"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, rt.UnsupportedArchitectureError, "'dynamic'"),
         ({"rope_parameters": {"mrope_section": [1]}}, rt.UnsupportedArchitectureError, "'mrope_section'"),
+        ({"rope_parameters": "x"}, rt.CheckpointError, "'rope_parameters': found 'x', expected an object"),
+        ({"rope_parameters": {"full_attention": [1]}}, rt.CheckpointError, "'full_attention': found"),
+        ({"rope_parameters": None, "rope_scaling": 4}, rt.CheckpointError, "'rope_scaling': found 4"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, rt.CheckpointError, "RoPE entries: found no 'factor'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, rt.CheckpointError, "RoPE entries"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, rt.CheckpointError, "'low_freq_factor'"),
+        ({"rope_parameters": LONGROPE}, rt.CheckpointError, "RoPE entries: found could not convert.*'x'"),
         ({"quantization_config": {"quant_method": "gptq"}}, rt.UnsupportedArchitectureError, "'gptq'"),
         ({"quantization_config": 4}, rt.RealizarError, "quantized"),
         ({"num_hidden_layers": None}, rt.CheckpointError, "'num_hidden_layers'"),

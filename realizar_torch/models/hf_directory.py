@@ -135,9 +135,8 @@ def _recipes(
         elif model.grouped_qkv and stem == "attn_qkv":
             convert = _SortQKV(kv_heads, heads // kv_heads)
         recipes[name] = _Recipe(parts, convert)
-    for name, divisors in rope_divisors(
-        config, metadata.get(f"{model.arch}.attention.key_length", 0)
-    ).items():
+    head_dim = metadata.get(f"{model.arch}.attention.key_length", 0)
+    for name, divisors in rope_divisors(config, head_dim, source).items():
         recipes[name] = _Recipe((), _Constant(divisors))
     return recipes
 

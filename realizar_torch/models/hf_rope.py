@@ -1,11 +1,12 @@
 """RoPE as config.json states it, in any spelling of the years: entries for the table of keys; divisors."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from realizar_torch.checkpoint.gguf_errors import shown
-from realizar_torch.errors import UnsupportedArchitectureError
+from realizar_torch.checkpoint.gguf_errors import complaint, shown
+from realizar_torch.errors import CheckpointError, UnsupportedArchitectureError
 
 # transformers' word -> GGUF's; Llama 3's scaling is a tensor of divisors there
 _KINDS = {
@@ -41,10 +42,10 @@ def rope_entries(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Entries ``rope.*`` (layers with global attention) and ``rope_local.*`` (with a sliding window).
 
     ``rope.kind`` is GGUF's word for the scaling, absent where there is none; ``rope.magnitude`` (LongRoPE)
-    and ``rope.yarn_magnitude`` are factors on cos and sin. UnsupportedArchitectureError for a scaling that is
-    not implemented.
+    and ``rope.yarn_magnitude`` are factors on cos and sin. CheckpointError for entries of the wrong kind,
+    UnsupportedArchitectureError for a scaling that is not implemented.
     """
-    rope, local = _parameters(config)
+    rope, local = _parameters(config, source)
     kind = _kind(rope)
     unknown = sorted((rope.keys() | local.keys()) - _KNOWN)
     if kind not in _KINDS or unknown:
@@ -60,34 +61,58 @@ def rope_entries(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         return entries
     entries |= {f"rope.{key}": value for key, value in rope.items() if value is not None}
     entries["rope.kind"] = _KINDS[kind]
-    entries["rope.original_max_position_embeddings"] = _original_length(config, rope)
-    if entries["rope.kind"] == "longrope":
-        entries["rope.magnitude"] = _longrope_magnitude(config, rope)
-        entries.pop("rope.factor", None)
-    if entries["rope.kind"] == "yarn":
-        entries["rope.yarn_magnitude"] = _yarn_magnitude(rope)
+    with _expecting_numbers(source):
+        entries["rope.original_max_position_embeddings"] = _original_length(config, rope)
+        if entries["rope.kind"] == "longrope":
+            entries["rope.magnitude"] = _longrope_magnitude(config, rope)
+            entries.pop("rope.factor", None)
+        if entries["rope.kind"] == "yarn":
+            entries["rope.yarn_magnitude"] = _yarn_magnitude(rope)
     return entries
 
 
-def rope_divisors(config: Mapping[str, Any], head_dim: int) -> dict[str, list[float]]:
+def rope_divisors(config: Mapping[str, Any], head_dim: int, source: str) -> dict[str, list[float]]:
     """The tensors of rotary divisors that a converter would add, by GGUF name (Llama 3's and LongRoPE's)."""
-    rope, _ = _parameters(config)
+    rope, _ = _parameters(config, source)
     kind = _kind(rope)
-    if kind == "llama3":
-        return {"rope_freqs.weight": _llama3_divisors(rope, head_dim)}
-    if _KINDS.get(kind) == "longrope":
-        return {f"rope_factors_{name}.weight": list(rope[f"{name}_factor"]) for name in ("long", "short")}
+    with _expecting_numbers(source):
+        if kind == "llama3":
+            return {"rope_freqs.weight": _llama3_divisors(rope, head_dim)}
+        if _KINDS.get(kind) == "longrope":
+            return {
+                f"rope_factors_{name}.weight": [float(value) for value in rope[f"{name}_factor"]]
+                for name in ("long", "short")
+            }
     return {}
 
 
-def _parameters(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+@contextmanager
+def _expecting_numbers(source: str) -> Iterator[None]:
+    """Arithmetic on entries as they were found: what it stumbles over is a CheckpointError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        found = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(complaint(source, "RoPE entries", found, "the numbers of its kind")) from None
+
+
+def _parameters(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """What is stated for layers with global attention and for those with a sliding window."""
     old = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
-    stated = config.get("rope_parameters") or {**old, **(config.get("rope_scaling") or {})}
+    scaling = _object(config, "rope_scaling", source)
+    stated = _object(config, "rope_parameters", source) or {**old, **scaling}
     if "full_attention" in stated or "sliding_attention" in stated:
-        return stated.get("full_attention") or {}, stated.get("sliding_attention") or {}
+        return _object(stated, "full_attention", source), _object(stated, "sliding_attention", source)
     local = {"rope_theta": config["rope_local_base_freq"]} if "rope_local_base_freq" in config else {}
     return stated, local
+
+
+def _object(config: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
+    """The object under ``name``; empty where there is none, or null."""
+    value = config.get(name)
+    if not isinstance(value, dict | None):
+        raise CheckpointError(complaint(source, f"entry {name!r}", f"{value!r:.40}", "an object"))
+    return value or {}
 
 
 def _kind(rope: Mapping[str, Any]) -> str:
