@@ -73,8 +73,8 @@ class EncodedSource(SourceView):
         listed = ", ".join(f"{info.name} (rows of {info.shape[-1]})" for info in dense[:_MAX_NAMES_SHOWN])
         count, total = len(dense), len(dense) + len(self._formats)
         found = (
-            f"{shown_path(self.path)}: {count} of the {total} matrices to quantize have rows that are no whole "
-            f"blocks of any format chosen for them: {listed}{', …' if count > _MAX_NAMES_SHOWN else ''}"
+            f"{shown_path(self.path)}: {count} of the {total} matrices to quantize have rows that are no "
+            f"whole blocks of any format chosen for them: {listed}{', …' if count > _MAX_NAMES_SHOWN else ''}"
         )
         if not self._formats:
             raise FormatError(f"{found}; nothing would be encoded: leave quantize= out")

@@ -22,8 +22,8 @@ def load_transformer(
     model_class: type[Transformer] = Transformer,
     progress: Callable[[int, int], None] | None = None,
 ) -> Transformer:
-    """Builds the model of an open source. Weights on the CPU stay views of its private file mapping, but for q
-    and k of converted files, whose rows are put into another order.
+    """Builds the model of an open source. Weights on the CPU stay views of its private file mapping, but for
+    q and k of converted files, whose rows are put into another order.
 
     dtype: of activations, norms, biases and dense weights; None: each tensor keeps its own, for a model that
     is saved and not run. activations: "float" or "int8", for every packed linear.
