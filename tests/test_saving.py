@@ -7,6 +7,7 @@ import pytest
 import torch
 from hf_directories import INDEX, write_hf_directory
 from random_models import write_random_model
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny_llama
 
@@ -179,7 +180,30 @@ def test_nothing_is_overwritten(model_file, tmp_path):
     rt.save(model, tmp_path / "new" / "parents" / "too")
 
 
-def test_an_interrupted_write_leaves_nothing(model_file, tmp_path, monkeypatch):
+def test_an_empty_directory_is_filled_wherever_the_path_leads(model_file, pristine, tmp_path, monkeypatch):
+    model, _ = rt.load(model_file)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    rt.save(model, tmp_path / "link", max_shard_size=SHARD)
+    (tmp_path / "dangling").symlink_to("made")
+    rt.save(model, tmp_path / "dangling", max_shard_size=SHARD)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    rt.save(model, ".", max_shard_size=SHARD)
+    # the current directory is the one it was
+    assert contents(Path()) == contents(pristine)
+    for name in ("real", "made", "here"):
+        assert contents(tmp_path / name) == contents(pristine)
+    assert len(list(tmp_path.iterdir())) == 5
+    with pytest.raises(rt.FormatError, match="not an empty directory"):
+        rt.save(model, tmp_path / "link")
+    with pytest.raises(rt.FormatError, match="directory is None; expected a path"):
+        rt.save(model, None)
+
+
+@pytest.mark.parametrize("kind", [OSError, SafetensorError])
+def test_an_interrupted_write_leaves_nothing(model_file, tmp_path, monkeypatch, kind):
+    """safetensors raises its own error for a full disk."""
     import safetensors.torch
 
     model, _ = rt.load(model_file)
@@ -188,7 +212,7 @@ def test_an_interrupted_write_leaves_nothing(model_file, tmp_path, monkeypatch):
     def full_disk(*args, **kwargs):
         calls.append(args)
         if len(calls) == 2:
-            raise OSError(28, "No space left on device")
+            raise kind("No space left on device")
         return save_file(*args, **kwargs)
 
     monkeypatch.setattr(safetensors.torch, "save_file", full_disk)

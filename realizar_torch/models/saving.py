@@ -63,13 +63,16 @@ def save(
     """Writes a model that rt.load made, quantized since or not, with its tokenizer's data into ``directory``.
 
     directory: created with its parents; it must not hold anything yet. All files are written beside it first
-    and appear at once, or not at all. max_shard_size: bytes of weights a file holds at most, unless one
-    tensor is larger; more files get an index. The model may be prepacked and on any device; one file's
-    weights at a time are copied.
+    and appear at once, or not at all; into an empty directory that is there they are moved, realizar.json
+    last. max_shard_size: bytes of weights a file holds at most, unless one tensor is larger; more files get
+    an index. The model may be prepacked and on any device; one file's weights at a time are copied, dense
+    ones in the model's dtype.
 
     FormatError for a model that rt.load did not make or a directory that is not empty, CheckpointError where
     the disk refuses.
     """
+    from safetensors import SafetensorError
+
     origin = getattr(model, "origin", None)
     if not isinstance(origin, Origin):
         raise FormatError(
@@ -86,22 +89,34 @@ def save(
         scratch.mkdir()
         try:
             _write(scratch, entries, tied, origin, max_shard_size)
-            scratch.replace(target)
+            _move(scratch, target)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-    except OSError as error:
+    # safetensors wraps what the system says
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{shown_path(target)} cannot be written: {error}") from error
 
 
 def check_target(directory: str | os.PathLike[str]) -> Path:
-    """The path, if nothing is there but perhaps an empty directory; FormatError otherwise."""
-    target = Path(directory)
+    """The path without links, if nothing is there but perhaps an empty directory; FormatError otherwise."""
+    if not isinstance(directory, str | os.PathLike):
+        raise FormatError(f"directory is {directory!r:.80}; expected a path")
+    target = Path(os.path.realpath(directory))
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise FormatError(f"{shown_path(target)} is not an empty directory; save to a new one")
     except OSError as error:
         raise CheckpointError(f"{shown_path(target)} cannot be read: {error}") from error
     return target
+
+
+def _move(scratch: Path, target: Path) -> None:
+    if not target.exists():
+        scratch.replace(target)
+        return
+    # a directory that is there stays the one it is: somebody may stand in it
+    for file in sorted(scratch.iterdir(), key=lambda file: file.name == CONFIG_FILE):
+        file.replace(target / file.name)
 
 
 def _entries(model: Transformer) -> tuple[list[_Entry], dict[str, str]]:
