@@ -1,6 +1,6 @@
 """quantize_model: the dense weights of any nn.Module, encoded in place; a report of what became of each."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,6 +14,7 @@ from realizar_torch.errors import FormatError
 from realizar_torch.format_plan import check_patterns, choose_formats
 from realizar_torch.formats import BlockFormat
 from realizar_torch.nn.embedding import QuantizedEmbedding
+from realizar_torch.nn.layout import PackedModule
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.ops.checks import ACTIVATIONS, FLOATS, check_choice
 
@@ -90,22 +91,35 @@ def quantize_model(
     groups = _weights(model)
     names = [name for group in groups for name in group.names]
     if not names:
-        raise FormatError("the model has no nn.Linear, nn.Embedding or Conv1D to quantize")
+        raise FormatError(_nothing_to_quantize(model))
     exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     if exclude != DEFAULT_EXCLUDE:
         check_patterns(exclude, names)
     plan = {"*": fmt_or_plan} if isinstance(fmt_or_plan, str) else fmt_or_plan
     formats = choose_formats(plan, names)
-    decisions = [_decide(group, formats, exclude) for group in groups]
-    reports = []
-    for done, (group, (fmt, reason)) in enumerate(zip(groups, decisions, strict=True), start=1):
-        before = after = group.weight.nbytes
-        if fmt is not None:
-            after = _replace(model, group, fmt.name, activations).nbytes
-        reports.append(ModuleReport(group.names, fmt.name if fmt else None, reason, before, after))
+    work = deque((group, *_decide(group, formats, exclude)) for group in groups)
+    count = len(groups)
+    # work holds the groups alone, and each only until it is done: so dense weights go one by one
+    del groups
+    reports: list[ModuleReport] = []
+    while work:
+        reports.append(_quantize_one(model, *work.popleft(), activations))
         if progress is not None:
-            progress(done, len(groups))
+            progress(len(reports), count)
     return QuantizationReport(tuple(reports))
+
+
+def _nothing_to_quantize(model: nn.Module) -> str:
+    """Why a model without linears or embeddings inside has none."""
+    kind = type(model).__name__
+    if isinstance(model, nn.Linear | nn.Embedding) or _is_conv1d(model):
+        return (
+            f"the model is one {kind}, and modules are replaced inside a model: use "
+            "QuantizedLinear.from_linear, QuantizedEmbedding.from_embedding, or put it into an nn.Sequential"
+        )
+    if any(isinstance(module, PackedModule) for module in model.modules()):
+        return f"the {kind} is quantized already: all its linears and embeddings are packed"
+    return "the model has no nn.Linear, nn.Embedding or Conv1D to quantize"
 
 
 @dataclass(frozen=True)
@@ -184,6 +198,15 @@ def _unsupported(module: nn.Module) -> str | None:
     if weight.is_meta or weight.dtype not in FLOATS or weight.numel() == 0:
         return f"holds no float values ({weight.dtype} on {weight.device})"
     return None
+
+
+def _quantize_one(
+    model: nn.Module, group: _Weight, fmt: BlockFormat | None, reason: str | None, activations: str
+) -> ModuleReport:
+    before = after = group.weight.nbytes
+    if fmt is not None:
+        after = _replace(model, group, fmt.name, activations).nbytes
+    return ModuleReport(group.names, fmt.name if fmt else None, reason, before, after)
 
 
 @torch.no_grad()

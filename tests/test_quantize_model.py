@@ -1,5 +1,7 @@
 """quantize_model on models of torch and transformers: values, tying, plans, what is left dense and why."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -207,6 +209,28 @@ def test_progress_mode_and_gradients():
     assert model.blocks[0][0].training and model.blocks[0][0].bias.requires_grad
     model(torch.randint(0, 50, (1, 4))).sum().backward()
     assert model.blocks[0][0].bias.grad.abs().sum() > 0
+
+
+def test_dense_weights_are_freed_one_by_one():
+    model = Small()
+    dense = [weakref.ref(p) for name, p in model.named_parameters() if p.ndim == 2 and "norm" not in name]
+    alive: list[int] = []
+    rt.quantize_model(
+        model, "Q8_0", progress=lambda *_: alive.append(sum(ref() is not None for ref in dense))
+    )
+    # the last one, lm_head, is excluded
+    assert alive == [5, 4, 3, 2, 1, 1]
+
+
+def test_what_is_no_model_or_packed_already_is_told():
+    for module in (nn.Linear(64, 64), nn.Embedding(64, 64)):
+        with pytest.raises(rt.FormatError, match=r"is one (Linear|Embedding).*from_linear"):
+            rt.quantize_model(module, "Q8_0")
+    model = nn.Sequential(nn.Linear(64, 64))
+    rt.quantize_model(model, "Q8_0")
+    for packed in (model, model[0]):
+        with pytest.raises(rt.FormatError, match="quantized already"):
+            rt.quantize_model(packed, "Q8_0")
 
 
 def test_a_loaded_model_is_quantized_saved_and_loaded(tmp_path):
