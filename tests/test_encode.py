@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cases import PACKED, assert_within, float_tolerance
@@ -130,6 +131,12 @@ def test_large_weights_are_encoded_slice_by_slice(monkeypatch: pytest.MonkeyPatc
         ({"importance": torch.ones(31)}, r"importance is torch.float32 \[31\], expected .* shape \[32\]"),
         ({"importance": torch.ones(4, 32)}, r"importance is torch.float32 \[4, 32\]"),
         ({"importance": -torch.ones(32)}, "importance holds negative"),
+        ({"importance": [1.0] * 32}, "importance is a list, expected a torch.Tensor"),
+        ({"weight": np.ones((4, 32), np.float32)}, "weight is a ndarray, expected a torch.Tensor"),
+        ({"weight": None}, "weight is a NoneType"),
+        ({"weight": torch.ones(4, 32).to_sparse()}, "weight is a torch.sparse_coo tensor"),
+        ({"fmt": None}, "fmt is None, expected one of Q4_0"),
+        ({"fmt": 8}, "fmt is 8, expected one of Q4_0"),
         ({"importance": torch.full((32,), torch.nan)}, "importance holds negative or non-finite"),
         ({"importance": torch.ones(32, device="meta")}, "weight is on cpu, importance is on meta"),
     ],

@@ -15,9 +15,9 @@ from realizar_torch.errors import FormatError
 from realizar_torch.ops import autocast as autocast
 from realizar_torch.ops import autograd as autograd
 from realizar_torch.ops import batching as batching
+from realizar_torch.ops import checks, derivatives
 from realizar_torch.ops import cpu as cpu
 from realizar_torch.ops import cuda as cuda
-from realizar_torch.ops import derivatives
 from realizar_torch.ops import encoding as encoding
 from realizar_torch.ops import portable as portable
 from realizar_torch.reference import QuantizedActivations
@@ -73,6 +73,7 @@ def quantize(weight: Tensor, fmt: str, *, importance: Tensor | None = None) -> T
     column matters (llama.cpp's imatrix). Computed in float32; the result has no derivative. A scale beyond
     fp16 is stored as infinity, as ggml does. FormatError: unknown format, wrong shape or type, NaN, infinity.
     """
+    checks.check_dense_arguments(fmt, weight=weight, importance=importance)
     return torch.ops.realizar_torch.quantize(
         weight.detach(), fmt, None if importance is None else importance.detach()
     )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from realizar_torch.errors import FormatError
-from realizar_torch.formats import BlockFormat, get_packed_format
+from realizar_torch.formats import BlockFormat, get_packed_format, supported_formats
 from realizar_torch.ops.arguments import NormLinear
 from realizar_torch.ops.normalization import NORMALIZATIONS
 from realizar_torch.packing import check_layout
@@ -170,6 +170,19 @@ def check_dequantize(
     check_weight(weight, fmt, in_features, layout)
     if dtype not in FLOATS:
         raise FormatError(f"output dtype is {dtype}, expected one of {', '.join(map(str, FLOATS))}")
+
+
+def check_dense_arguments(fmt: object, *, weight: object, importance: object) -> None:
+    """What the dispatcher of torch would refuse in words of its own, before ``realizar_torch::quantize``."""
+    for name, value in (("weight", weight), ("importance", importance)):
+        if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+            raise FormatError(
+                f"{name} is a {value.layout} tensor, expected a dense one: call to_dense()"
+            )
+        if not isinstance(value, torch.Tensor) and (name == "weight" or value is not None):
+            raise FormatError(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
+    if not isinstance(fmt, str):
+        raise FormatError(f"fmt is {fmt!r:.80}, expected one of {', '.join(supported_formats())}")
 
 
 def check_quantize(weight: torch.Tensor, fmt: str, importance: torch.Tensor | None) -> BlockFormat:
