@@ -1,6 +1,7 @@
 """rt.load of Hugging Face directories: logits of transformers, encoded weights, and every damage refused."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -243,6 +244,41 @@ def test_a_padded_vocabulary_generates_to_the_end(tmp_path, own):
     assert rt.generate(model, tokenizer, "the cat", max_new_tokens=4) == ""
     with pytest.raises(rt.FormatError, match=f"outside the vocabulary of {VOCAB + 7}"):
         tokenizer.decode([VOCAB + 7])
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"llama.block_count": "two"}, "llama.block_count"),
+        ({"llama.block_count": None}, "llama.block_count"),
+        ({"llama.block_count": -3}, "llama.block_count"),
+        ({"general.architecture": 5}, "general.architecture"),
+        ({"llama.rope.freq_base": float("nan"), "llama.context_length": 64}, "llama.rope.freq_base"),
+        ({"llama.attention.head_count_kv": 5}, "llama.attention.head_count_kv"),
+        ({"llama.attention.head_count": 7}, "llama.attention.head_count"),
+        ({"llama.rope.dimension_count": 23}, "llama.rope.dimension_count"),
+        ({"llama.attn_logit_softcapping": -1.0}, "llama.attn_logit_softcapping"),
+        ({"llama.logit_scale": float("inf")}, "llama.logit_scale"),
+        ({"llama.rope.scaling.factor": -2.0}, "llama.rope.scaling.factor"),
+        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type"),
+        ({"tokenizer.ggml.tokens": 3}, "tokenizer.ggml.tokens"),
+    ],
+)
+def test_a_wrong_value_of_config_is_the_caller_s_fault(directory, config, key):
+    with pytest.raises(rt.FormatError) as caught:
+        rt.load(directory, config=config)
+    assert type(caught.value) is rt.FormatError
+    assert str(caught.value).startswith(f"config[{key!r}] is {config[key]!r}: ")
+
+
+def test_a_wrong_tokenizer_entry_of_config_is_the_caller_s_fault(tmp_path):
+    from tiny_models import write_tiny_llama
+
+    path = write_tiny_llama(tmp_path / "tiny.gguf")
+    for name, value in (("merges", 4), ("token_type", ["x"] * 300), ("add_bos_token", "yes")):
+        key = f"tokenizer.ggml.{name}"
+        with pytest.raises(rt.FormatError, match=re.escape(f"config[{key!r}]")):
+            rt.load(path, config={key: value})
 
 
 def test_numbers_and_names_of_other_types(directory):

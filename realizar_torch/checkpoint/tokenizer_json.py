@@ -76,8 +76,8 @@ def tokenizer_of(
 class JsonTokenizer:
     """The interface of ``Tokenizer`` over tokenizer.json. `chat_template`, its text or None, may be set.
 
-    model_vocab_size: rows of the model's embedding. Ids behind the tokenizer's own up to there are padding, as
-    llama.cpp's converter says: special, and no text.
+    model_vocab_size: rows of the model's embedding. Ids behind the tokenizer's own up to there are padding,
+    as llama.cpp's converter says: special, and no text.
     """
 
     def __init__(

@@ -1,11 +1,13 @@
-"""Typed access to the `tokenizer.ggml.*` entries of a GGUF header; what is malformed raises `GGUFError`."""
+"""Typed access to the `tokenizer.ggml.*` entries of a GGUF header; what is malformed raises `GGUFError`, or
+`FormatError` where the caller of `rt.load` gave it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from realizar_torch.errors import GGUFError
+from realizar_torch.checkpoint.overridden import wrong_entry
+from realizar_torch.errors import FormatError, GGUFError
 
 
 class TokenizerMetadata:
@@ -18,14 +20,16 @@ class TokenizerMetadata:
         """The value of `tokenizer.ggml.<name>`, or None."""
         return self._metadata.get(f"tokenizer.ggml.{name}")
 
+    def wrong(self, sentence: str, name: str) -> FormatError | GGUFError:
+        """The error for what ``sentence`` says of ``tokenizer.ggml.<name>``."""
+        key = f"tokenizer.ggml.{name}"
+        return wrong_entry(self._metadata, f"{key}: {sentence}", key, advice=". Convert the file again.")
+
     def array(self, name: str, length: int = 1) -> Sequence[Any]:
         """An array of at least `length` elements."""
         value = self.get(name)
         if not isinstance(value, Sequence) or isinstance(value, str) or len(value) < length:
-            raise GGUFError(
-                f"tokenizer.ggml.{name}: found {value!r:.80}, expected an array of at least {length} "
-                "elements. Convert the file again."
-            )
+            raise self.wrong(f"found {value!r:.80}, expected an array of at least {length} elements", name)
         return value
 
     def numbers(self, name: str, length: int) -> np.ndarray:
@@ -33,16 +37,14 @@ class TokenizerMetadata:
         value = self.array(name, length)
         result = value.numpy() if hasattr(value, "numpy") else np.asarray(value)
         if result.dtype.kind not in "iuf":
-            raise GGUFError(
-                f"tokenizer.ggml.{name}: found {result.dtype}, expected numbers. Convert the file again."
-            )
+            raise self.wrong(f"found {result.dtype}, expected numbers", name)
         return result[:length]
 
     def flag(self, name: str, default: bool) -> bool:
         """A boolean, `default` when absent."""
         value = self._metadata.get(f"tokenizer.ggml.{name}", default)
         if not isinstance(value, bool):
-            raise GGUFError(f"tokenizer.ggml.{name}: found {value!r:.80}, expected true or false.")
+            raise self.wrong(f"found {value!r:.80}, expected true or false", name)
         return value
 
     def token_id(self, name: str, size: int, default: int | None = None) -> int | None:

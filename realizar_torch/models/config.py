@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realizar_torch.errors import GGUFError, UnsupportedArchitectureError
+from realizar_torch.checkpoint.overridden import wrong_entry
+from realizar_torch.errors import UnsupportedArchitectureError
 from realizar_torch.models.arch import ArchSpec, get_arch
 from realizar_torch.models.metadata import MODULE_ROWS, Keys, require
 from realizar_torch.models.rope_scaling import RopeScaling, read_rope_scaling
@@ -74,8 +75,9 @@ class ModelConfig:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], source: str = "the file") -> "ModelConfig":
-        """Reads ``<architecture>.*`` keys. GGUFError names a key that is missing or has an impossible value;
-        UnsupportedArchitectureError names a feature that is not implemented."""
+        """Reads ``<architecture>.*`` keys. GGUFError names a key that is missing or has an impossible value,
+        FormatError one whose value the caller gave, UnsupportedArchitectureError a feature that is not
+        implemented."""
         arch = get_arch(require(metadata, "general.architecture", str, source), source)
         if MODULE_ROWS in metadata:
             arch = arch.in_module_form()
@@ -87,7 +89,8 @@ class ModelConfig:
         heads = keys.positive("attention.head_count")
         kv_heads = keys.positive("attention.head_count_kv", default=heads)
         if heads % kv_heads:
-            raise GGUFError(f"{source}: {heads} heads cannot share {kv_heads} key/value heads evenly")
+            sentence = f"{heads} heads cannot share {kv_heads} key/value heads evenly"
+            raise keys.wrong(sentence, "attention.head_count_kv", "attention.head_count")
         head_dim = keys.positive("attention.key_length", default=hidden // heads)
         scale = arch.attention_scale(hidden, layers, heads, head_dim)
         logit_scale = keys.factor("logit_scale")
@@ -129,10 +132,11 @@ _EPSILON = {"rmsnorm": "attention.layer_norm_rms_epsilon", "layernorm": "attenti
 def _vocab_size(metadata: Mapping[str, Any], keys: Keys) -> int:
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     if not isinstance(tokens, Sequence) or isinstance(tokens, str):
-        raise GGUFError(f"{keys.source}: tokenizer.ggml.tokens is {type(tokens).__name__}, expected an array")
+        sentence = f"tokenizer.ggml.tokens is {type(tokens).__name__}, expected an array"
+        raise wrong_entry(metadata, sentence, "tokenizer.ggml.tokens", source=keys.source)
     declared = keys.optional("vocab_size", int, len(tokens))
     if declared <= 0:
-        raise GGUFError(f"{keys.source}: neither a vocab_size key nor a token list tells the vocabulary size")
+        raise keys.wrong("neither a vocab_size key nor a token list tells the vocabulary size", "vocab_size")
     return declared
 
 
@@ -144,9 +148,10 @@ def _rotary_dim(keys: Keys, head_dim: int) -> int:
         )
     rotary_dim = keys.positive("rope.dimension_count", default=head_dim)
     if rotary_dim % 2 or rotary_dim > head_dim:
-        raise GGUFError(
-            f"{keys.source}: {rotary_dim} of the {head_dim} elements of a head are to be rotated; "
-            "rotary embedding needs an even number, at most all"
+        raise keys.wrong(
+            f"{rotary_dim} of the {head_dim} elements of a head are to be rotated; "
+            "rotary embedding needs an even number, at most all",
+            *("rope.dimension_count", "attention.key_length", "embedding_length", "attention.head_count"),
         )
     return rotary_dim
 
@@ -155,7 +160,8 @@ def _sliding(keys: Keys, arch: ArchSpec, layers: int) -> tuple[int | None, tuple
     """The window and the layers that have it; None and () where all layers see everything."""
     window = keys.optional("attention.sliding_window", int, arch.sliding_window)
     if window < 0:
-        raise GGUFError(f"{keys.source}: attention.sliding_window is {window}, expected 0 or more")
+        name = "attention.sliding_window"
+        raise keys.wrong(f"{name} is {window}, expected 0 or more", name)
     if not window or not arch.sliding_pattern:
         return None, ()
     told = keys.flags("attention.sliding_window_pattern")
@@ -163,9 +169,8 @@ def _sliding(keys: Keys, arch: ArchSpec, layers: int) -> tuple[int | None, tuple
         return window, arch.sliding_pattern
     pattern = told if isinstance(told, tuple) else (True,) * (told - 1) + (False,)
     if isinstance(told, tuple) and len(told) != layers:
-        raise GGUFError(
-            f"{keys.source}: attention.sliding_window_pattern tells of {len(told)} layers of {layers}"
-        )
+        name = "attention.sliding_window_pattern"
+        raise keys.wrong(f"{name} tells of {len(told)} layers of {layers}", name, "block_count")
     return window, pattern
 
 
@@ -184,7 +189,7 @@ def _temperature(keys: Keys) -> float:
 def _softcap(keys: Keys, name: str, default: float) -> float:
     cap = keys.optional(name, float, default)
     if not (cap >= 0 and math.isfinite(cap)):
-        raise GGUFError(f"{keys.source}: {name} is {cap}, expected a positive number, or 0 for none")
+        raise keys.wrong(f"{name} is {cap}, expected a positive number, or 0 for none", name)
     return float(cap)
 
 

@@ -4,20 +4,27 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from realizar_torch.errors import GGUFError
+from realizar_torch.checkpoint.overridden import wrong_entry
+from realizar_torch.errors import FormatError, GGUFError
 
 # Of models that rt.save wrote: rows stand in the order of the modules, not in that of GGUF converters.
 MODULE_ROWS = "realizar_torch.module_rows"
 
 
 class Keys:
-    """The keys ``<architecture>.*``; GGUFError names a key that is missing or has an impossible value."""
+    """The keys ``<architecture>.*``. GGUFError names a key that is missing or has an impossible value,
+    FormatError one whose value the caller of ``rt.load`` gave."""
 
     def __init__(self, metadata: Mapping[str, Any], arch: str, source: str):
         self._metadata, self._arch, self.source = metadata, arch, source
 
     def __contains__(self, name: str) -> bool:
         return f"{self._arch}.{name}" in self._metadata
+
+    def wrong(self, sentence: str, *names: str) -> FormatError | GGUFError:
+        """The error for what ``sentence`` says of the values of ``names``."""
+        keys = (f"{self._arch}.{name}" for name in names)
+        return wrong_entry(self._metadata, sentence, *keys, source=self.source)
 
     def optional(self, name: str, kind: type, default: Any) -> Any:
         key = f"{self._arch}.{name}"
@@ -30,14 +37,14 @@ class Keys:
         else:
             value = require(self._metadata, key, kind, self.source)
         if not (value > 0 and math.isfinite(value)):
-            raise GGUFError(f"{self.source}: {key} is {value}, expected a positive number")
+            raise self.wrong(f"{key} is {value}, expected a positive number", name)
         return value
 
     def factor(self, name: str, default: float = 1.0) -> float:
         """A finite number that multiplies something; 0 and a missing key mean ``default``."""
         value = self.optional(name, float, 0)
         if not math.isfinite(value):
-            raise GGUFError(f"{self.source}: {self._arch}.{name} is {value}, expected a finite number")
+            raise self.wrong(f"{self._arch}.{name} is {value}, expected a finite number", name)
         return float(value) or default
 
     def flags(self, name: str) -> tuple[bool, ...] | int | None:
@@ -50,7 +57,7 @@ class Keys:
 
 
 def require(metadata: Mapping[str, Any], key: str, kind: type, source: str) -> Any:
-    """The value of ``key``; GGUFError if it is missing or of another type than ``kind``."""
+    """The value of ``key``; GGUFError if it is missing, the error of ``wrong_entry`` if it is no ``kind``."""
     if key not in metadata:
         raise GGUFError(
             f"{source}: metadata key {key!r} is missing; the file cannot describe a model without it"
@@ -58,5 +65,6 @@ def require(metadata: Mapping[str, Any], key: str, kind: type, source: str) -> A
     value = metadata[key]
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise GGUFError(f"{source}: {key} is {type(value).__name__}, expected one {kind.__name__}")
+        sentence = f"{key} is {type(value).__name__}, expected one {kind.__name__}"
+        raise wrong_entry(metadata, sentence, key, source=source)
     return value

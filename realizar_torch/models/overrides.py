@@ -1,9 +1,10 @@
 """Metadata with entries replaced by the caller, who is told of entries that nobody reads."""
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from realizar_torch.checkpoint.overridden import OverriddenMetadata
 from realizar_torch.checkpoint.source import ModelSource, SourceView
 from realizar_torch.errors import FormatError
 
@@ -17,7 +18,7 @@ class OverriddenSource(SourceView):
             raise FormatError(
                 f"config is {overrides!r:.80}; expected a dict of metadata keys and their values"
             )
-        self._merged = _Watched(source.metadata, overrides)
+        self._merged = OverriddenMetadata(source.metadata, overrides)
 
     @property
     def arch(self) -> str:
@@ -34,19 +35,3 @@ class OverriddenSource(SourceView):
             near = difflib.get_close_matches(unread[0], self._merged.read, n=3, cutoff=0.5)
             hint = f"; keys that are read: {', '.join(near)}" if near else ""
             raise FormatError(f"config has {unread[0]!r}, which nothing reads for this model{hint}")
-
-
-class _Watched(Mapping[str, Any]):
-    def __init__(self, metadata: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-        self._metadata, self.overrides = metadata, dict(overrides)
-        self.read: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.read.add(key)
-        return self.overrides[key] if key in self.overrides else self._metadata[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self._metadata, **self.overrides})
-
-    def __len__(self) -> int:
-        return len(self._metadata.keys() | self.overrides.keys())

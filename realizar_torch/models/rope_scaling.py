@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from realizar_torch.errors import GGUFError, UnsupportedArchitectureError
+from realizar_torch.errors import UnsupportedArchitectureError
 from realizar_torch.models.metadata import Keys
 
 
@@ -48,7 +48,7 @@ class RopeScaling:
 def read_rope_scaling(keys: Keys) -> RopeScaling:
     """Reads the keys ``rope.scaling.*``; a factor without a type is linear, as in llama.cpp.
 
-    GGUFError for impossible numbers, UnsupportedArchitectureError for a type that is not implemented.
+    Keys.wrong for impossible numbers, UnsupportedArchitectureError for a type that is not implemented.
     """
     factor = keys.optional("rope.scaling.factor", float, 0) or keys.optional("rope.scale_linear", float, 0)
     kind = keys.optional("rope.scaling.type", str, "linear")
@@ -62,7 +62,8 @@ def read_rope_scaling(keys: Keys) -> RopeScaling:
             "supported: none, linear, yarn, longrope, rope_freqs"
         )
     if not (factor > 0 and math.isfinite(factor)):
-        raise GGUFError(f"{keys.source}: the RoPE scaling factor is {factor}, expected a positive number")
+        sentence = f"the RoPE scaling factor is {factor}, expected a positive number"
+        raise keys.wrong(sentence, "rope.scaling.factor", "rope.scale_linear", "rope.scaling.type")
     if kind == "linear":
         return RopeScaling(factor=float(factor), magnitude=magnitude, original_length=original)
     multiplier = keys.optional("rope.scaling.yarn_log_multiplier", float, 0)
