@@ -10,6 +10,7 @@ peft learns of the layer through the config object alone, and does not store tha
 ``packed`` as well. Packed bytes take no update, so merging is refused until ``dequantize`` has replaced them.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,19 +32,55 @@ except ImportError as error:
 _INITIAL = (True, False, "gaussian", "eva")
 
 
-def packed(config: LoraConfig) -> LoraConfig:
+def packed(config: LoraConfig, model: nn.Module | None = None) -> LoraConfig:
     """``config`` itself, after which ``target_modules`` may name QuantizedLinear layers.
 
+    model: the base model, which has to be given with ``modules_to_save`` or ``trainable_token_indices``:
+        what these train is the weight itself, so they may name dense modules alone.
+
     Plain LoRA only: variants such as DoRA, and ``init_lora_weights`` that decompose the weight, are refused
-    when a layer is wrapped. FormatError for "all-linear", by which peft means dense layers alone.
+    when a layer is wrapped. FormatError for any other config, for "all-linear", by which peft means dense
+    layers alone, and for packed modules whose weight would be trained.
     """
+    if not isinstance(config, LoraConfig):
+        raise FormatError(f"config is a {type(config).__name__}, expected a peft.LoraConfig")
     if config.target_modules == "all-linear":
         raise FormatError(
             "target_modules='all-linear' finds dense layers only; name the packed ones, or give a regular "
             "expression such as r'.*_proj'"
         )
+    _refuse_trained_bytes("modules_to_save", config.modules_to_save, model)
+    tokens = config.trainable_token_indices
+    # a list is about the embedding alone, which peft finds by itself
+    tables = tokens.keys() if isinstance(tokens, dict) else tokens and _input_embeddings(model)
+    _refuse_trained_bytes("trainable_token_indices", tables, model)
     config._register_custom_module({QuantizedLinear: QuantizedLoraLinear})
     return config
+
+
+def _input_embeddings(model: Any) -> list[str]:
+    if not hasattr(model, "get_input_embeddings"):
+        return ["embed_tokens"]
+    table = model.get_input_embeddings()
+    return [name for name, module in model.named_modules() if module is table]
+
+
+def _refuse_trained_bytes(argument: str, names: Iterable[str] | None, model: nn.Module | None) -> None:
+    if not names:
+        return
+    if model is None:
+        raise FormatError(
+            f"{argument} trains whole modules, which must not be packed; pass the model too, as "
+            "rt.lora.packed(config, model), so that this can be checked"
+        )
+    for name, module in model.named_modules():
+        tensors = (*module.parameters(), *module.buffers())
+        # peft compares the ends of names
+        if name.endswith(tuple(names)) and any(tensor.dtype == torch.uint8 for tensor in tensors):
+            raise FormatError(
+                f"{argument} names {name}, which is packed, and packed bytes take no gradient; leave it out, "
+                "or make that module dense"
+            )
 
 
 def dequantize(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import PACKED, random_activations, random_blocks
 from packed_model import digest
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from tiny_models import TINY, write_tiny_llama
 from torch import Tensor, nn
 
@@ -117,6 +117,67 @@ def test_all_linear_would_leave_packed_layers_out() -> None:
     model = nn.ModuleDict({"a_proj": _base()[0], "b_proj": _base()[2], "c": _base()[0]})
     config = rt.lora.packed(LoraConfig(r=2, target_modules=r".*_proj"))
     assert len(_adapters(get_peft_model(model, config))) == 4
+
+
+@pytest.mark.parametrize("config", [{}, IA3Config(target_modules=["0"], feedforward_modules=[])])
+def test_other_configs_are_refused(config: object) -> None:
+    with pytest.raises(rt.FormatError, match=rf"config is a {type(config).__name__}, expected a peft\.Lora"):
+        rt.lora.packed(config)
+
+
+class Embedded(nn.Module):
+    """A table, a linear layer to adapt and a head; get_input_embeddings as transformers' models have it."""
+
+    def __init__(self, dense: bool):
+        super().__init__()
+        self.table = nn.Embedding(7, COLUMNS)
+        self.body, self.head = nn.Linear(COLUMNS, COLUMNS), nn.Linear(COLUMNS, 7)
+        rt.quantize_model(self, "Q8_0", exclude=("table", "head") if dense else ())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.body(self.table(ids)))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+
+WHOLE = [
+    {"modules_to_save": ["head"]},
+    {"trainable_token_indices": [1, 3]},
+    {"trainable_token_indices": {"table": [1, 3]}},
+]
+
+
+@pytest.mark.parametrize("options", WHOLE, ids=str)
+def test_modules_that_train_whole_must_be_dense(options: dict) -> None:
+    config = LoraConfig(r=2, target_modules=["body"], **options)
+    with pytest.raises(rt.FormatError, match=rf"{next(iter(options))} trains whole.*packed\(config, model\)"):
+        rt.lora.packed(config)
+    with pytest.raises(rt.FormatError, match=rf"{next(iter(options))} names (head|table), which is packed"):
+        rt.lora.packed(config, Embedded(dense=False))
+    base = Embedded(dense=True)
+    model = get_peft_model(base, rt.lora.packed(config, base))
+    model(torch.arange(7)).square().mean().backward()
+    trained = _adapters(model)
+    assert len(trained) > 2 and all(p.grad is not None for p in trained.values())
+
+
+def test_bytes_in_every_layout_and_inside_other_modules_are_found() -> None:
+    fused = rt.FusedLayerNormLinear(COLUMNS, (4, 5), fmt=("Q8_0", None))
+    planar = _base("Q8_0")
+    rt.prepack(planar, "planar")
+    for head in (fused, planar):
+        model = nn.ModuleDict({"body": _base()[0], "head": head})
+        config = LoraConfig(r=2, target_modules=["body"], modules_to_save=["head"])
+        with pytest.raises(rt.FormatError, match="modules_to_save names head, which is packed"):
+            rt.lora.packed(config, model)
+
+
+def test_a_list_of_tokens_is_about_the_table_named_as_peft_names_it() -> None:
+    model = nn.ModuleDict({"embed_tokens": rt.QuantizedEmbedding(7, COLUMNS), "body": _base()[0]})
+    config = LoraConfig(r=2, target_modules=["body"], trainable_token_indices=[1])
+    with pytest.raises(rt.FormatError, match="trainable_token_indices names embed_tokens, which is packed"):
+        rt.lora.packed(config, model)
 
 
 def test_merging_is_refused_until_the_layers_are_dense() -> None:
