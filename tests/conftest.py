@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from real_models import GEMMA3, SMOLLM2, RealModel, UnobtainableError, obtain
+from tiny_models import write_tiny_llama
+
+import realizar_torch as rt
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,6 +57,18 @@ def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         return tensor
 
     return allocate_and_poison
+
+
+@pytest.fixture(scope="module")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of ``write_tiny_llama``."""
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def tiny_hf(tiny_path: Path) -> tuple[Any, Any]:
+    """That file as a transformers model, and its tokenizer."""
+    return rt.hf.from_gguf(tiny_path)
 
 
 def _path_or_skip(model: RealModel) -> Path:

@@ -8,6 +8,9 @@ from gguf.quants import dequantize
 
 from realizar_torch.checkpoint.gguf import open_gguf
 
+# A prompt in the words of ``tiny_models`` and options of ``generate`` that leave nothing to chance.
+TEXT = "the cat and the other"
+GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 _LLAMA_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",

@@ -7,33 +7,20 @@ import pytest
 import torch
 import transformers
 from fixture_models import PROMPT
-from hf_reference import reference_model
-from tiny_models import write_tiny_llama
+from hf_reference import GREEDY, TEXT, reference_model
 
 import realizar_torch as rt
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.hf.loading import load_model
 from realizar_torch.nn.layout import PackedModule
 
-TEXT = "the cat and the other"
-GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("hf") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def loaded(path: Path) -> tuple[Any, Any]:
-    return rt.hf.from_gguf(path)
-
-
-@pytest.fixture(scope="module")
-def dense(path: Path) -> Any:
+def dense(tiny_path: Path) -> Any:
     """The same model in fp32 whose best two logits are far apart on all that is generated here."""
-    return reference_model(path)
+    return reference_model(tiny_path)
 
 
 @pytest.mark.parametrize(
@@ -49,23 +36,23 @@ def dense(path: Path) -> Any:
     ],
     ids=str,
 )
-def test_generate_equals_the_dense_model(how: dict[str, Any], loaded: tuple[Any, Any], dense: Any) -> None:
-    model, tokenizer = loaded
+def test_generate_equals_the_dense_model(how: dict[str, Any], tiny_hf: tuple[Any, Any], dense: Any) -> None:
+    model, tokenizer = tiny_hf
     prompt = tokenizer(TEXT, return_tensors="pt")
     expected = dense.generate(**prompt, **GREEDY, **how, pad_token_id=0, eos_token_id=[0, 2])
     assert torch.equal(model.generate(**prompt, **GREEDY, **how), expected)
 
 
-def test_assisted_generation(path: Path, loaded: tuple[Any, Any]) -> None:
-    model, tokenizer = loaded
+def test_assisted_generation(tiny_path: Path, tiny_hf: tuple[Any, Any]) -> None:
+    model, tokenizer = tiny_hf
     prompt = tokenizer(TEXT, return_tensors="pt")
-    assistant, _ = rt.hf.from_gguf(path)
+    assistant, _ = rt.hf.from_gguf(tiny_path)
     expected = model.generate(**prompt, **GREEDY)
     assert torch.equal(model.generate(**prompt, **GREEDY, assistant_model=assistant), expected)
 
 
-def test_sampling_from_a_seed_equals_the_dense_model(loaded: tuple[Any, Any], dense: Any) -> None:
-    model, tokenizer = loaded
+def test_sampling_from_a_seed_equals_the_dense_model(tiny_hf: tuple[Any, Any], dense: Any) -> None:
+    model, tokenizer = tiny_hf
     prompt = tokenizer(TEXT, return_tensors="pt")
     options = {
         "do_sample": True,
@@ -81,9 +68,9 @@ def test_sampling_from_a_seed_equals_the_dense_model(loaded: tuple[Any, Any], de
     assert torch.equal(*results)
 
 
-def test_padded_batch_equals_single_prompts(loaded: tuple[Any, Any]) -> None:
+def test_padded_batch_equals_single_prompts(tiny_hf: tuple[Any, Any]) -> None:
     """F-47"""
-    model, tokenizer = loaded
+    model, tokenizer = tiny_hf
     texts = ["the", "the cat and", "other cats of the and the cat is the or"]
     together = model.generate(**tokenizer(texts, return_tensors="pt", padding=True), **GREEDY)
     for row, text in zip(together, texts, strict=True):
@@ -91,15 +78,15 @@ def test_padded_batch_equals_single_prompts(loaded: tuple[Any, Any]) -> None:
         assert torch.equal(row[-12:], alone[0, -12:])
 
 
-def test_a_streamer_gets_the_text(loaded: tuple[Any, Any]) -> None:
-    model, tokenizer = loaded
+def test_a_streamer_gets_the_text(tiny_hf: tuple[Any, Any]) -> None:
+    model, tokenizer = tiny_hf
     streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True)
     out = model.generate(**tokenizer(TEXT, return_tensors="pt"), **GREEDY, streamer=streamer)
     assert "".join(streamer) == tokenizer.decode(out[0, -12:])
 
 
-def test_pipelines_complete_text_and_chats(loaded: tuple[Any, Any]) -> None:
-    model, tokenizer = loaded
+def test_pipelines_complete_text_and_chats(tiny_hf: tuple[Any, Any]) -> None:
+    model, tokenizer = tiny_hf
     pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
     text = pipe(TEXT, **GREEDY)[0]["generated_text"]
     ids = model.generate(**tokenizer(TEXT, return_tensors="pt"), **GREEDY)
@@ -108,16 +95,16 @@ def test_pipelines_complete_text_and_chats(loaded: tuple[Any, Any]) -> None:
     assert chat[-1]["role"] == "assistant" and chat[-1]["content"]
 
 
-def test_generation_config_ends_where_the_file_ends(loaded: tuple[Any, Any]) -> None:
-    model, _ = loaded
+def test_generation_config_ends_where_the_file_ends(tiny_hf: tuple[Any, Any]) -> None:
+    model, _ = tiny_hf
     settings = model.generation_config
     assert (settings.bos_token_id, settings.eos_token_id, settings.pad_token_id) == (1, [0, 2], 0)
     assert not model.training and model.config.name_or_path is not None
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_attention_implementations(attention: str, path: Path, dense: Any) -> None:
-    model, tokenizer = rt.hf.from_gguf(path, attn_implementation=attention)
+def test_attention_implementations(attention: str, tiny_path: Path, dense: Any) -> None:
+    model, tokenizer = rt.hf.from_gguf(tiny_path, attn_implementation=attention)
     assert model.config._attn_implementation == attention
     ids = tokenizer(TEXT, return_tensors="pt").input_ids
     with torch.inference_mode():
@@ -125,8 +112,8 @@ def test_attention_implementations(attention: str, path: Path, dense: Any) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "bfloat16"])
-def test_dtype_is_that_of_activations_and_norms(dtype: Any, path: Path, dense: Any) -> None:
-    model, tokenizer = rt.hf.from_gguf(path, dtype=dtype)
+def test_dtype_is_that_of_activations_and_norms(dtype: Any, tiny_path: Path, dense: Any) -> None:
+    model, tokenizer = rt.hf.from_gguf(tiny_path, dtype=dtype)
     wanted = torch.bfloat16 if isinstance(dtype, str) else dtype
     floats = {value.dtype for value in model.parameters() if value.is_floating_point()}
     assert floats == {wanted} == {model.dtype}
@@ -139,8 +126,8 @@ def test_dtype_is_that_of_activations_and_norms(dtype: Any, path: Path, dense: A
     assert float((logits.float() - expected).square().mean().sqrt()) <= limit
 
 
-def test_int8_activations(path: Path, dense: Any) -> None:
-    model, tokenizer = rt.hf.from_gguf(path, activations="int8")
+def test_int8_activations(tiny_path: Path, dense: Any) -> None:
+    model, tokenizer = rt.hf.from_gguf(tiny_path, activations="int8")
     assert {m.activations for m in model.modules() if isinstance(m, rt.QuantizedLinear)} == {"int8"}
     ids = tokenizer(TEXT, return_tensors="pt").input_ids
     with torch.inference_mode():
@@ -149,51 +136,51 @@ def test_int8_activations(path: Path, dense: Any) -> None:
     assert 1e-4 < error <= 0.05
 
 
-def test_footprint_is_the_bytes_of_the_file(path: Path, loaded: tuple[Any, Any]) -> None:
-    file = open_gguf(path)
+def test_footprint_is_the_bytes_of_the_file(tiny_path: Path, tiny_hf: tuple[Any, Any]) -> None:
+    file = open_gguf(tiny_path)
     # everything that is not packed is float32 here
     expected = sum(
         info.nbytes if info.fmt.packed else 4 * torch.Size(info.shape).numel()
         for info in file.tensors.values()
     )
-    buffers = sum(buffer.nbytes for buffer in loaded[0].buffers())
-    assert loaded[0].get_memory_footprint() == expected + buffers
+    buffers = sum(buffer.nbytes for buffer in tiny_hf[0].buffers())
+    assert tiny_hf[0].get_memory_footprint() == expected + buffers
 
 
-def test_weights_on_the_cpu_are_the_file(path: Path) -> None:
+def test_weights_on_the_cpu_are_the_file(tiny_path: Path) -> None:
     """Nothing is copied but q and k, whose rows are put in order."""
-    file = open_gguf(path)
+    file = open_gguf(tiny_path)
     model = load_model(file, dtype=torch.float32)
     for name, module in (("blk.0.ffn_up", "mlp.up_proj"), ("blk.0.attn_v", "self_attn.v_proj")):
         weight = model.get_submodule(f"model.layers.0.{module}").weight
         assert weight.data_ptr() == file.read(f"{name}.weight").data_ptr()
 
 
-def test_layers_on_several_devices(path: Path, loaded: tuple[Any, Any], tmp_path: Path) -> None:
-    model, tokenizer = loaded
+def test_layers_on_several_devices(tiny_path: Path, tiny_hf: tuple[Any, Any], tmp_path: Path) -> None:
+    model, tokenizer = tiny_hf
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
-    placed, _ = rt.hf.from_gguf(path, device_map=places, offload_folder=tmp_path)
+    placed, _ = rt.hf.from_gguf(tiny_path, device_map=places, offload_folder=tmp_path)
     assert placed.hf_device_map == places
     assert placed.model.layers[1].mlp.up_proj.weight.is_meta
     prompt = tokenizer(TEXT, return_tensors="pt")
     assert torch.equal(placed.generate(**prompt, **GREEDY), model.generate(**prompt, **GREEDY))
 
 
-def test_device_map_by_memory_counts_packed_bytes(path: Path, tmp_path: Path) -> None:
-    size = path.stat().st_size
+def test_device_map_by_memory_counts_packed_bytes(tiny_path: Path, tmp_path: Path) -> None:
+    size = tiny_path.stat().st_size
     places = []
     for memory in (2 * size, size):
         options = {"device_map": "auto", "max_memory": {"cpu": memory}, "offload_folder": tmp_path}
-        model, _ = rt.hf.from_gguf(path, **options)
+        model, _ = rt.hf.from_gguf(tiny_path, **options)
         places.append(set(getattr(model, "hf_device_map", {"": "cpu"}).values()))
     # in float32 the weights are four times the file, and a fourth of it is room for the largest layer
     assert places == [{"cpu"}, {"cpu", "disk"}]
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_compiles_without_a_graph_break(use_cache: bool, loaded: tuple[Any, Any]) -> None:
-    model, _ = loaded
+def test_compiles_without_a_graph_break(use_cache: bool, tiny_hf: tuple[Any, Any]) -> None:
+    model, _ = tiny_hf
     ids = torch.arange(9)[None]
     options: dict[str, Any] = {"use_cache": use_cache}
     if use_cache:
@@ -206,10 +193,10 @@ def test_compiles_without_a_graph_break(use_cache: bool, loaded: tuple[Any, Any]
         assert (compiled(ids, use_cache=False).logits - expected).abs().max() <= TOLERANCE
 
 
-def test_the_quantizer_says_what_works(loaded: tuple[Any, Any]) -> None:
-    quantizer = loaded[0].hf_quantizer
+def test_the_quantizer_says_what_works(tiny_hf: tuple[Any, Any]) -> None:
+    quantizer = tiny_hf[0].hf_quantizer
     assert quantizer.is_serializable() and quantizer.is_trainable and quantizer.is_compileable
-    assert loaded[0].is_quantized and loaded[0].quantization_method == "realizar"
+    assert tiny_hf[0].is_quantized and tiny_hf[0].quantization_method == "realizar"
 
 
 def test_a_file_without_packed_weights_is_an_ordinary_model() -> None:
@@ -222,9 +209,9 @@ def test_a_file_without_packed_weights_is_an_ordinary_model() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("activations", ["float", "int8"])
-def test_compiled_static_generation_on_a_gpu(activations: str, path: Path) -> None:
+def test_compiled_static_generation_on_a_gpu(activations: str, tiny_path: Path) -> None:
     """generate compiles by itself there; its tokens' logits are those of the model called as it is."""
-    model, tokenizer = rt.hf.from_gguf(path, device_map="cuda", activations=activations)
+    model, tokenizer = rt.hf.from_gguf(tiny_path, device_map="cuda", activations=activations)
     assert model.dtype == torch.bfloat16 and model.device.type == "cuda"
     rt.prepack(model)
     prompt = tokenizer(TEXT, return_tensors="pt").to("cuda")

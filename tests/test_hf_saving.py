@@ -8,26 +8,15 @@ import pytest
 import torch
 import transformers
 from gguf_files import write_gguf
+from hf_directories import write_hf_directory
+from hf_reference import GREEDY, TEXT
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_metadata, tiny_tensors, write_tiny_llama
+from tiny_models import tiny_metadata, tiny_tensors
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import realizar_torch as rt
 from realizar_torch.errors import FormatError, MissingTensorsError
 from realizar_torch.nn.layout import PackedModule
-
-TEXT = "the cat and the other"
-GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("hf") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def loaded(path: Path) -> tuple[Any, Any]:
-    return rt.hf.from_gguf(path)
 
 
 def write_tied(path: Path) -> Path:
@@ -41,8 +30,8 @@ def saved(model: Any, tokenizer: Any, folder: Path) -> Path:
     return folder
 
 
-def test_saved_and_loaded_is_byte_equal(loaded: tuple[Any, Any], tmp_path: Path) -> None:
-    model, tokenizer = loaded
+def test_saved_and_loaded_is_byte_equal(tiny_hf: tuple[Any, Any], tmp_path: Path) -> None:
+    model, tokenizer = tiny_hf
     saved(model, tokenizer, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "realizar" and config["formats"]["model.layers.0.mlp.up_proj"] == "Q4_K"
@@ -58,7 +47,7 @@ def test_saved_and_loaded_is_byte_equal(loaded: tuple[Any, Any], tmp_path: Path)
     assert all((tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in names)
 
 
-def test_tied_weights_are_saved_once_and_tied_again(path: Path, tmp_path: Path) -> None:
+def test_tied_weights_are_saved_once_and_tied_again(tmp_path: Path) -> None:
     tied = write_tied(tmp_path / "tied.gguf")
     model, tokenizer = rt.hf.from_gguf(tied)
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -70,20 +59,56 @@ def test_tied_weights_are_saved_once_and_tied_again(path: Path, tmp_path: Path) 
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
-def test_shards_int8_and_another_dtype_survive(path: Path, tmp_path: Path) -> None:
-    model, _ = rt.hf.from_gguf(path, activations="int8")
+@pytest.mark.parametrize(
+    ("of", "options"),
+    [
+        ({}, {"fmt_or_plan": "Q8_0"}),
+        ({"kind": "gemma3_text"}, {"fmt_or_plan": "Q4_K", "activations": "int8"}),
+        ({"tie_word_embeddings": True}, {"fmt_or_plan": "Q5_0", "exclude": ()}),
+    ],
+    ids=str,
+)
+def test_what_quantize_model_packed_is_saved_and_loaded(
+    of: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = write_hf_directory(tmp_path / "dense", **of)
+    rt.quantize_model(model, **options)
+    model.config.quantization_config = rt.hf.RealizarConfig.from_model(model)
+    model.save_pretrained(tmp_path / "packed")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", attn_implementation="eager")
+    first, second = model.state_dict(), again.state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    ids = torch.arange(9)[None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert isinstance(again.model.layers[0].mlp.up_proj, rt.QuantizedLinear)
+    assert again.model.layers[0].mlp.up_proj.activations == options.get("activations", "float")
+
+
+def test_models_that_no_entry_describes_are_refused() -> None:
+    layers = torch.nn.Sequential(torch.nn.Linear(256, 8), torch.nn.Linear(256, 8))
+    with pytest.raises(FormatError, match="the Sequential has no packed modules"):
+        rt.hf.RealizarConfig.from_model(layers)
+    for name, activations in (("0", "float"), ("1", "int8")):
+        rt.quantize_model(layers, {name: "Q8_0"}, activations=activations)
+    with pytest.raises(FormatError, match=r"activations \['float', 'int8'\], expected one"):
+        rt.hf.RealizarConfig.from_model(layers)
+
+
+def test_shards_int8_and_another_dtype_survive(tiny_path: Path, tmp_path: Path) -> None:
+    model, _ = rt.hf.from_gguf(tiny_path, activations="int8")
     model.save_pretrained(tmp_path, max_shard_size="300KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert again.model.layers[0].mlp.up_proj.activations == "int8"
     assert again.model.embed_tokens.dtype == again.model.norm.weight.dtype == torch.bfloat16
     ids = torch.arange(9)[None]
-    half, _ = rt.hf.from_gguf(path, activations="int8", dtype=torch.bfloat16)
+    half, _ = rt.hf.from_gguf(tiny_path, activations="int8", dtype=torch.bfloat16)
     assert torch.equal(again(ids).logits, half(ids).logits)
 
 
-def test_other_heads_share_the_packed_body(loaded: tuple[Any, Any], tmp_path: Path) -> None:
-    model, tokenizer = loaded
+def test_other_heads_share_the_packed_body(tiny_hf: tuple[Any, Any], tmp_path: Path) -> None:
+    model, tokenizer = tiny_hf
     saved(model, tokenizer, tmp_path)
     ids = torch.arange(9)[None]
     body = AutoModel.from_pretrained(tmp_path)
@@ -93,8 +118,8 @@ def test_other_heads_share_the_packed_body(loaded: tuple[Any, Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize("key", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
-def test_a_checkpoint_without_a_tensor_is_refused(key: str, loaded: tuple[Any, Any], tmp_path: Path) -> None:
-    saved(*loaded, tmp_path)
+def test_a_checkpoint_without_a_tensor_is_refused(key: str, tiny_hf: tuple[Any, Any], tmp_path: Path) -> None:
+    saved(*tiny_hf, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors[key]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -102,8 +127,8 @@ def test_a_checkpoint_without_a_tensor_is_refused(key: str, loaded: tuple[Any, A
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_a_checkpoint_that_says_another_format_is_refused(loaded: tuple[Any, Any], tmp_path: Path) -> None:
-    saved(*loaded, tmp_path)
+def test_a_checkpoint_that_says_another_format_is_refused(tiny_hf: tuple[Any, Any], tmp_path: Path) -> None:
+    saved(*tiny_hf, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["formats"]["model.layers.0.mlp.up_proj"] = "Q8_0"
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -118,10 +143,10 @@ def test_a_checkpoint_that_says_another_format_is_refused(loaded: tuple[Any, Any
 
 
 def test_prepacked_models_generate_and_save_the_same(
-    path: Path, loaded: tuple[Any, Any], tmp_path: Path
+    tiny_path: Path, tiny_hf: tuple[Any, Any], tmp_path: Path
 ) -> None:
     tied = write_tied(tmp_path / "tied.gguf")
-    for source in (path, tied):
+    for source in (tiny_path, tied):
         model, tokenizer = rt.hf.from_gguf(source)
         prompt = tokenizer(TEXT, return_tensors="pt")
         expected = model.generate(**prompt, **GREEDY)

@@ -1,10 +1,11 @@
 """The quantization method "realizar" of transformers: packed models are saved and loaded like any other."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -12,6 +13,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from realizar_torch.errors import FormatError
 from realizar_torch.hf.mapping import refuse_incomplete
 from realizar_torch.hf.modules import pack_modules
+from realizar_torch.nn.layout import PackedModule
+from realizar_torch.nn.linear import QuantizedLinear
 
 METHOD = "realizar"
 _VERSION = 1
@@ -23,6 +26,12 @@ class RealizarConfig(QuantizationConfigMixin):
 
     formats: module name -> name of its block format. activations: "float" or "int8", of all of them.
     FormatError for a version of this entry that is not known here.
+
+    ``from_gguf`` sets it. A transformers model that ``rt.quantize_model`` packed is saved with it, too:
+
+        rt.quantize_model(model, "Q8_0")
+        model.config.quantization_config = rt.hf.RealizarConfig.from_model(model)
+        model.save_pretrained(folder)
     """
 
     def __init__(
@@ -37,6 +46,24 @@ class RealizarConfig(QuantizationConfigMixin):
         self.formats = dict(formats)
         self.activations = activations
         self.version = version
+
+    @classmethod
+    def from_model(cls, model: nn.Module) -> Self:
+        """The entry of a model's packed modules; FormatError if it has none, or activations of both kinds."""
+        modules = {
+            name: module
+            for name, module in model.named_modules(remove_duplicate=False)
+            if isinstance(module, PackedModule)
+        }
+        if not modules:
+            raise FormatError(
+                f"the {type(model).__name__} has no packed modules; call rt.quantize_model on it"
+            )
+        kinds = {module.activations for module in modules.values() if isinstance(module, QuantizedLinear)}
+        if len(kinds) > 1:
+            raise FormatError(f"the model has linears of activations {sorted(kinds)}, expected one kind")
+        formats = {name: module.fmt for name, module in modules.items()}
+        return cls(formats, activations=kinds.pop() if kinds else "float")
 
 
 @register_quantizer(METHOD)

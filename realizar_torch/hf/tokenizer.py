@@ -109,6 +109,7 @@ class _Merges(Sequence[tuple[str, str]]):
     def __len__(self) -> int:
         return len(self._merges)
 
+    # tokenizers reads one pair at a time, so that slices are not needed
     def __getitem__(self, index: int) -> tuple[str, str]:  # type: ignore[override]
         left, _, right = self._merges[index].partition(" ")
         return left, right
@@ -128,6 +129,7 @@ class _Pairs(Sequence[tuple[str, str]]):
     def __len__(self) -> int:
         return len(self._left)
 
+    # tokenizers reads one pair at a time, so that slices are not needed
     def __getitem__(self, index: int) -> tuple[str, str]:  # type: ignore[override]
         return self._tokens[self._left[index]], self._tokens[self._right[index]]
 
