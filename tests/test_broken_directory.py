@@ -1,6 +1,7 @@
 """Hugging Face directories that are damaged, hostile or not understood: one error of ours each."""
 
 import json
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -177,6 +178,19 @@ def test_a_missing_shard_is_named(directory):
     assert len(shards) > 2
     shards[1].unlink()
     refused(directory, rt.IncompleteShardsError, f"{len(shards) - 1} of {len(shards)}.*{shards[1].name}")
+
+
+def test_shards_without_their_index_are_told(directory):
+    (directory / INDEX).unlink()
+    refused(directory, rt.IncompleteShardsError, f"model-00001-of-.*but no {re.escape(INDEX)}")
+    for path in directory.glob("*.safetensors"):
+        path.unlink()
+    refused(directory, rt.IncompleteShardsError, r"found none, expected model\.safetensors, or")
+
+
+def test_safetensors_without_a_config_are_told(directory):
+    (directory / "config.json").unlink()
+    refused(directory, rt.CheckpointError, r"safetensors, but neither config\.json nor realizar\.json")
 
 
 def test_index_and_files_must_agree(directory):

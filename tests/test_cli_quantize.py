@@ -50,7 +50,7 @@ def test_a_gguf_file_becomes_a_directory(dense, tmp_path, capsys):
 def test_a_directory_of_transformers_in_several_files(tmp_path, capsys):
     write_hf_directory(tmp_path / "hf", "gemma3_text")
     out_dir = tmp_path / "out"
-    options = ("--format", "Q5_0", "--max-shard-size", 40_000)
+    options = ("--format", "Q5_0", "--max-shard-size", "40kB")
     code, out, _ = call(capsys, "quantize", tmp_path / "hf", out_dir, *options)
     before, after, last = out.splitlines()
     assert code == 0 and before.startswith("before") and "F32" in before
@@ -58,6 +58,23 @@ def test_a_directory_of_transformers_in_several_files(tmp_path, capsys):
     assert last.startswith(f"saved to {out_dir}, ") and len(list(out_dir.glob("*.safetensors"))) > 2
     code, out, _ = call(capsys, "check", "-m", out_dir)
     assert code == 0 and "would load" in out
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [("5 gigs", "'5 gigs' is no size; expected a number of bytes, or one with KB"), ("0GB", "is no size")],
+)
+def test_a_size_of_files_that_is_none_is_refused(dense, tmp_path, capsys, size, words):
+    with pytest.raises(SystemExit):
+        call(capsys, "quantize", dense, tmp_path / "out", "--format", "Q8_0", "--max-shard-size", size)
+    assert words in capsys.readouterr().err
+
+
+def test_numbers_that_are_none_are_refused_without_names_of_functions(capsys):
+    for option in ("--max-new-tokens", "--max-seq-len", "--seed"):
+        with pytest.raises(SystemExit):
+            call(capsys, "generate", option, "1x")
+        assert f"{option}: '1x' is no whole number" in capsys.readouterr().err
 
 
 def test_errors_leave_nothing(dense, tmp_path, capsys):

@@ -89,9 +89,16 @@ class SafetensorsFiles:
 
 def _indexed(directory: Path) -> dict[str, str] | None:
     """Tensor -> file name as the index says; None for a directory with a single file."""
-    if (directory / SINGLE_FILE).is_file() or not (directory / INDEX_FILE).is_file():
-        return None
     path = directory / INDEX_FILE
+    if (directory / SINGLE_FILE).is_file():
+        return None
+    if not path.is_file():
+        shards = ", ".join(
+            shown(file.name) for file in sorted(directory.glob("*.safetensors"))[:_MAX_NAMES_SHOWN]
+        )
+        found = f"{shards}, but no {INDEX_FILE}" if shards else "none"
+        expected = f"{SINGLE_FILE}, or {INDEX_FILE} and the files it names"
+        raise _disagreement(directory, found, expected, "Download the missing files.")
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(

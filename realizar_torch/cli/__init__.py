@@ -31,6 +31,7 @@ _VERBS = {
     "perplexity": ("realizar_torch.cli.measure", "perplexity"),
     "doctor": ("realizar_torch.diagnosis", "run"),
 }
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,11 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     quantize.add_argument("directory", help="where to save; must be empty or not exist yet")
     quantize.add_argument("--format", required=True, help="of every matrix, for example Q4_K or Q8_0")
     quantize.add_argument(
-        "--max-shard-size",
-        type=_positive,
-        default=5_000_000_000,
-        metavar="BYTES",
-        help="default: 5 GB a file",
+        "--max-shard-size", type=_bytes, default=5_000_000_000, metavar="SIZE", help="of a file, default: 5GB"
     )
     quantize.add_argument("--json", action="store_true", help="print JSON")
 
@@ -155,21 +152,35 @@ def _add_answer_options(parser: argparse.ArgumentParser, *, usual_count: int, te
 
 
 def _seed(text: str) -> int:
-    seed = int(text)
-    if not 0 <= seed < 1 << 63:
+    seed = _count(text)
+    if seed >= 1 << 63:
         raise argparse.ArgumentTypeError(f"{text} is outside 0 to 2**63 - 1")
     return seed
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return value
+    return _whole(text, 0)
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return _whole(text, 1)
+
+
+def _bytes(text: str) -> int:
+    number, unit = (text[:-2], text[-2:].upper()) if text[-2:].upper() in _UNITS else (text, "")
+    try:
+        return _whole(number, 1) * _UNITS.get(unit, 1)
+    except argparse.ArgumentTypeError:
+        expected = f"a number of bytes, or one with {', '.join(_UNITS)} behind it"
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected {expected}") from None
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        # argparse would name this function
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is {'not positive' if least else 'negative'}")
     return value

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from realizar_torch.checkpoint.gguf import open_gguf
-from realizar_torch.checkpoint.gguf_errors import shown_path
+from realizar_torch.checkpoint.gguf_errors import complaint, shown_path
 from realizar_torch.checkpoint.hub import group_shards
 from realizar_torch.checkpoint.safetensors_files import INDEX_FILE, SINGLE_FILE
 from realizar_torch.checkpoint.source import ModelSource
@@ -23,7 +23,8 @@ def open_source(path: str | os.PathLike[str]) -> ModelSource:
     """The model at ``path``, its headers read and checked, its weights not.
 
     A directory is what its config says: ``realizar.json`` (rt.save), ``config.json`` with safetensors
-    (Hugging Face), else it must hold one GGUF model. Raises what the reader of each raises.
+    (Hugging Face), else it must hold one GGUF model. Raises what the reader of each raises, and
+    CheckpointError for safetensors without either config.
     """
     directory = Path(path)
     if directory.name in (SINGLE_FILE, INDEX_FILE):
@@ -32,6 +33,12 @@ def open_source(path: str | os.PathLike[str]) -> ModelSource:
         return SavedDirectory(directory)
     if is_directory_model(directory):
         return HFDirectory(directory)
+    if any(directory.glob("*.safetensors")) and not any(directory.glob("*.gguf")):
+        found = f"safetensors, but neither {HF_CONFIG} nor {SAVED_CONFIG}"
+        expected = f"{HF_CONFIG} (Hugging Face) or {SAVED_CONFIG} (rt.save) beside them"
+        raise CheckpointError(
+            complaint(shown_path(directory), "directory", found, expected, "Fetch all files of the model.")
+        )
     return open_gguf(directory)
 
 
