@@ -1,14 +1,13 @@
 """Ids to text, one token at a time: bytes of a token, and UTF-8 that never breaks inside a character."""
 
 import codecs
-import operator
 from collections.abc import Mapping
 
 from realizar_torch.checkpoint.byte_level_bpe import byte_alphabet
 from realizar_torch.checkpoint.sentence_piece import SPACE
+from realizar_torch.checkpoint.token_checks import checked_id
 from realizar_torch.checkpoint.token_kinds import Kind
 from realizar_torch.checkpoint.vocabulary import BYTE_LEVEL, Vocabulary
-from realizar_torch.errors import FormatError
 
 
 class Pieces:
@@ -24,12 +23,7 @@ class Pieces:
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> bytes:
         """Bytes of one token; unused tokens have none. `FormatError` for an id outside the vocabulary."""
-        token_id = operator.index(token_id)
-        if not 0 <= token_id < len(self._tokens):
-            raise FormatError(
-                f"token id {token_id} is outside the vocabulary of {len(self._tokens)} tokens; "
-                "was it made by another model's tokenizer?"
-            )
+        token_id = checked_id(token_id, len(self._tokens))
         text, kind = self._tokens[token_id], self._kinds[token_id]
         if kind in (Kind.CONTROL, Kind.UNKNOWN):
             return b"" if skip_special_tokens else text.encode()

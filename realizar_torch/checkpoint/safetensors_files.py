@@ -93,10 +93,8 @@ def _indexed(directory: Path) -> dict[str, str] | None:
     if (directory / SINGLE_FILE).is_file():
         return None
     if not path.is_file():
-        shards = ", ".join(
-            shown(file.name) for file in sorted(directory.glob("*.safetensors"))[:_MAX_NAMES_SHOWN]
-        )
-        found = f"{shards}, but no {INDEX_FILE}" if shards else "none"
+        present = sorted(file.name for file in directory.glob("*.safetensors"))[:_MAX_NAMES_SHOWN]
+        found = f"{', '.join(map(shown, present))}, but no {INDEX_FILE}" if present else "none"
         expected = f"{SINGLE_FILE}, or {INDEX_FILE} and the files it names"
         raise _disagreement(directory, found, expected, "Download the missing files.")
     weight_map = read_json(path).get("weight_map")

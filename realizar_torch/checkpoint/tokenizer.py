@@ -7,11 +7,12 @@ from realizar_torch.checkpoint.byte_level_bpe import ByteLevelBPE
 from realizar_torch.checkpoint.detokenizer import Detokenizer, Pieces
 from realizar_torch.checkpoint.sentence_piece import SentencePiece
 from realizar_torch.checkpoint.special_tokens import SpecialTokens
+from realizar_torch.checkpoint.token_checks import check_text
 from realizar_torch.checkpoint.token_kinds import Kind
 from realizar_torch.checkpoint.tokenizer_metadata import TokenizerMetadata
 from realizar_torch.checkpoint.turn_end import find_turn_end
 from realizar_torch.checkpoint.vocabulary import BYTE_LEVEL, Vocabulary
-from realizar_torch.errors import FormatError, UnsupportedArchitectureError
+from realizar_torch.errors import UnsupportedArchitectureError
 
 if TYPE_CHECKING:
     from realizar_torch.checkpoint.chat_template import ChatTemplate
@@ -91,13 +92,7 @@ class Tokenizer:
         Raises `FormatError` for text with lone surrogates, which no UTF-8 can hold.
         """
         vocabulary = self.vocabulary
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise FormatError(
-                f"the text holds the lone surrogate U+{ord(text[error.start]):04X} at {error.start}, "
-                "expected text that UTF-8 can hold; decode its source with errors='replace'"
-            ) from error
+        check_text(text)
         ids = []
         if add_special_tokens and vocabulary.add_bos and vocabulary.bos is not None:
             ids.append(vocabulary.bos)

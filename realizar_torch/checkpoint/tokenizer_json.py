@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from realizar_torch.checkpoint.gguf_errors import complaint
 from realizar_torch.checkpoint.json_files import read_json, read_text
+from realizar_torch.checkpoint.token_checks import check_text, checked_id
 from realizar_torch.checkpoint.token_kinds import Kind, correct_kinds
 from realizar_torch.checkpoint.tokenizer import Tokenizer
 from realizar_torch.checkpoint.tokenizer_metadata import TokenizerMetadata
 from realizar_torch.checkpoint.turn_end import find_turn_end
-from realizar_torch.errors import CheckpointError, FormatError, UnsupportedArchitectureError
+from realizar_torch.errors import CheckpointError, UnsupportedArchitectureError
 
 if TYPE_CHECKING:
     from realizar_torch.checkpoint.chat_template import ChatTemplate
@@ -132,19 +133,13 @@ class JsonTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Ids of `text`, as `Tokenizer.encode`; `add_special_tokens` adds what tokenizer.json says."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise FormatError(
-                f"the text holds the lone surrogate U+{ord(text[error.start]):04X} at {error.start}, "
-                "expected text that UTF-8 can hold; decode its source with errors='replace'"
-            ) from error
+        check_text(text)
         tokenizer = self._parsing if parse_special else self._plain
         return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`, an iterable of ints or a 1-D tensor. FormatError for foreign ids."""
-        checked = [self._checked(token_id) for token_id in ids]
+        checked = [checked_id(token_id, self._known_ids) for token_id in ids]
         return self._plain.decode(checked, skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> "JsonDetokenizer":
@@ -180,15 +175,6 @@ class JsonTokenizer:
     def _special_ids(self) -> frozenset[int]:
         added = self._plain.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
-
-    def _checked(self, token_id: int) -> int:
-        token_id = operator.index(token_id)
-        if not 0 <= token_id < self._known_ids:
-            raise FormatError(
-                f"token id {token_id} is outside the vocabulary of {self._known_ids} tokens; "
-                "was it made by another model's tokenizer?"
-            )
-        return token_id
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_parsing"}

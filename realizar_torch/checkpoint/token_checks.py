@@ -1,0 +1,27 @@
+"""What every tokenizer refuses: text that no UTF-8 can hold, and ids of another model."""
+
+import operator
+
+from realizar_torch.errors import FormatError
+
+
+def check_text(text: str) -> None:
+    """FormatError for text with lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise FormatError(
+            f"the text holds the lone surrogate U+{ord(text[error.start]):04X} at {error.start}, "
+            "expected text that UTF-8 can hold; decode its source with errors='replace'"
+        ) from error
+
+
+def checked_id(token_id: int, size: int) -> int:
+    """The id as an int; FormatError for one outside a vocabulary of ``size`` ids."""
+    token_id = operator.index(token_id)
+    if not 0 <= token_id < size:
+        raise FormatError(
+            f"token id {token_id} is outside the vocabulary of {size} tokens; "
+            "was it made by another model's tokenizer?"
+        )
+    return token_id
