@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from realizar_torch.errors import GGUFError
+from realizar_torch.errors import CheckpointError, GGUFError
 
 DAMAGED = "The file is incomplete or damaged: download or convert it again."
 
@@ -10,6 +10,11 @@ DAMAGED = "The file is incomplete or damaged: download or convert it again."
 def broken(path: str, where: str, found: str, expected: str, advice: str = DAMAGED) -> GGUFError:
     """The error to raise for the file at ``path``; quote texts of the file by :func:`shown`."""
     return GGUFError(complaint(path, where, found, expected, advice))
+
+
+def damaged(path: str, where: str, found: str, expected: str, advice: str = DAMAGED) -> CheckpointError:
+    """The same for a file or directory of another kind."""
+    return CheckpointError(complaint(path, where, found, expected, advice))
 
 
 def complaint(path: str, where: str, found: str, expected: str, advice: str = DAMAGED) -> str:

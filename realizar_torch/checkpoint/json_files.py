@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from realizar_torch.checkpoint.gguf_errors import DAMAGED, complaint, shown, shown_path
-from realizar_torch.errors import CheckpointError
+from realizar_torch.checkpoint.gguf_errors import damaged, shown, shown_path
 
 # tokenizers are the largest of them; a hostile file cannot make us read more
 _MAX_BYTES = 1 << 28
@@ -16,18 +15,14 @@ def read_text(path: Path) -> str:
     where = shown_path(path)
     try:
         if not path.is_file():
-            raise CheckpointError(complaint(where, "path", "no such file", "a readable file"))
+            raise damaged(where, "path", "no such file", "a readable file")
         if (size := path.stat().st_size) > _MAX_BYTES:
-            raise CheckpointError(complaint(where, "size", f"{size} bytes", f"at most {_MAX_BYTES}"))
+            raise damaged(where, "size", f"{size} bytes", f"at most {_MAX_BYTES}")
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise CheckpointError(
-            complaint(where, "path", f"'{error.strerror}'", "a readable file", "")
-        ) from error
+        raise damaged(where, "path", f"'{error.strerror}'", "a readable file", "") from error
     except UnicodeDecodeError as error:
-        raise CheckpointError(
-            complaint(where, f"byte {error.start}", f"no UTF-8 ({error.reason})", "text")
-        ) from None
+        raise damaged(where, f"byte {error.start}", f"no UTF-8 ({error.reason})", "text") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -37,8 +32,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         found = f"{shown(text[:40])} ({error})"
-        raise CheckpointError(complaint(shown_path(path), "text", found, "JSON")) from None
+        raise damaged(shown_path(path), "text", found, "JSON") from None
     if not isinstance(value, dict):
         found = f"a {type(value).__name__}"
-        raise CheckpointError(complaint(shown_path(path), "value", found, "one JSON object", DAMAGED))
+        raise damaged(shown_path(path), "value", found, "one JSON object")
     return value

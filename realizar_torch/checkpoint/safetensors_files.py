@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from realizar_torch.checkpoint.gguf_errors import DAMAGED, complaint, shown, shown_path
+from realizar_torch.checkpoint.gguf_errors import DAMAGED, complaint, damaged, shown, shown_path
 from realizar_torch.checkpoint.json_files import read_json
 from realizar_torch.checkpoint.mapped import map_file, release
-from realizar_torch.errors import CheckpointError, IncompleteShardsError
+from realizar_torch.errors import IncompleteShardsError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -99,19 +99,15 @@ def _indexed(directory: Path) -> dict[str, str] | None:
         raise _disagreement(directory, found, expected, "Download the missing files.")
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(
-            complaint(shown_path(path), "weight_map", f"{weight_map!r:.40}", "tensor names and their files")
-        )
+        raise damaged(shown_path(path), "weight_map", f"{weight_map!r:.40}", "tensor names and their files")
     for tensor, name in weight_map.items():
         # a path could lead anywhere
         if not isinstance(name, str) or not name.endswith(".safetensors") or set(name) & set("/\\\0"):
-            raise CheckpointError(
-                complaint(
-                    shown_path(path),
-                    f"file of tensor {shown(tensor)}",
-                    shown(str(name)),
-                    "the name of a .safetensors file in this directory",
-                )
+            raise damaged(
+                shown_path(path),
+                f"file of tensor {shown(tensor)}",
+                shown(str(name)),
+                "the name of a .safetensors file in this directory",
             )
     return weight_map
 
@@ -121,7 +117,7 @@ def _map(path: Path) -> mmap.mmap:
         return map_file(path)
     except (OSError, ValueError) as error:
         found = getattr(error, "strerror", None) or str(error)
-        raise CheckpointError(complaint(shown_path(path), "path", found, "a safetensors file")) from error
+        raise damaged(shown_path(path), "path", found, "a safetensors file") from error
 
 
 def _read_table(path: Path, data: mmap.mmap, shard: int) -> tuple[dict[str, StoredTensor], Mapping[str, str]]:
@@ -132,9 +128,7 @@ def _read_table(path: Path, data: mmap.mmap, shard: int) -> tuple[dict[str, Stor
             pass
     except (SafetensorError, OSError) as error:
         found = f"{error} (first bytes {shown(data[:16])})"
-        raise CheckpointError(
-            complaint(shown_path(path), "header", found, "a whole safetensors file")
-        ) from None
+        raise damaged(shown_path(path), "header", found, "a whole safetensors file") from None
     # from here on the library has vouched for every number
     start = 8 + int.from_bytes(data[:8], "little")
     header: dict[str, Any] = json.loads(data[8:start])

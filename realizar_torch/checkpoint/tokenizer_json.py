@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from realizar_torch.checkpoint.gguf_errors import complaint
+from realizar_torch.checkpoint.gguf_errors import damaged
 from realizar_torch.checkpoint.json_files import read_json, read_text
 from realizar_torch.checkpoint.token_checks import check_text, checked_id
 from realizar_torch.checkpoint.token_kinds import Kind, correct_kinds
@@ -230,7 +230,7 @@ def _parse(text: str, source: str) -> Any:
         return Library.from_str(text)
     except Exception as error:
         # the library raises bare Exceptions
-        raise CheckpointError(complaint(source, "tokenizer.json", str(error), "a tokenizer")) from None
+        raise damaged(source, "tokenizer.json", str(error), "a tokenizer") from None
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from realizar_torch.checkpoint.gguf_errors import complaint, shown
-from realizar_torch.errors import CheckpointError, UnsupportedArchitectureError
+from realizar_torch.checkpoint.gguf_errors import damaged, shown
+from realizar_torch.errors import UnsupportedArchitectureError
 from realizar_torch.models.arch import ArchSpec, get_arch
 from realizar_torch.models.hf_rope import rope_entries
 
@@ -132,11 +132,11 @@ def gguf_metadata(config: Config, source: str) -> dict[str, Any]:
         try:
             value = read(config)
         except (TypeError, ValueError, ZeroDivisionError, AttributeError, OverflowError) as error:
-            raise CheckpointError(complaint(source, f"entries for {key!r}", f"{error}", "numbers")) from None
+            raise damaged(source, f"entries for {key!r}", f"{error}", "numbers") from None
         if value is not None:
             metadata[f"{model.arch}.{key}"] = value
         elif key in _REQUIRED:
-            raise CheckpointError(complaint(source, "entries", f"none for {key!r}", _REQUIRED[key]))
+            raise damaged(source, "entries", f"none for {key!r}", _REQUIRED[key])
     if not spec.sliding_pattern:
         metadata = _within_window(metadata, model.arch)
     return metadata

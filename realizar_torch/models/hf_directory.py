@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from realizar_torch.checkpoint.gguf import TensorInfo
-from realizar_torch.checkpoint.gguf_errors import complaint, shown, shown_path
+from realizar_torch.checkpoint.gguf_errors import damaged, shown, shown_path
 from realizar_torch.checkpoint.json_files import read_json
 from realizar_torch.checkpoint.mapped import stored_bytes
 from realizar_torch.checkpoint.safetensors_files import SafetensorsFiles
 from realizar_torch.checkpoint.tokenizer_json import tokenizer_metadata
-from realizar_torch.errors import CheckpointError, MissingTensorsError
+from realizar_torch.errors import MissingTensorsError
 from realizar_torch.formats import get_format
 from realizar_torch.models.hf_config import find_hf_model, gguf_metadata, text_config
 from realizar_torch.models.hf_rope import rope_divisors
@@ -86,14 +86,12 @@ class HFDirectory:
         stored = [self._files.tensors[part] for part in recipe.parts]
         for tensor in stored:
             if tensor.dtype not in _FORMATS.values():
-                raise CheckpointError(
-                    complaint(
-                        shown_path(self.shards[tensor.shard]),
-                        f"tensor {shown(tensor.name)}",
-                        f"dtype {tensor.dtype}",
-                        f"one of {', '.join(_FORMATS.values())}",
-                        "Take the model in one of these types.",
-                    )
+                raise damaged(
+                    shown_path(self.shards[tensor.shard]),
+                    f"tensor {shown(tensor.name)}",
+                    f"dtype {tensor.dtype}",
+                    f"one of {', '.join(_FORMATS.values())}",
+                    "Take the model in one of these types.",
                 )
         dtypes = {word: dtype for dtype, word in _FORMATS.items()}
         empty = [torch.empty(tensor.shape, dtype=dtypes[tensor.dtype], device="meta") for tensor in stored]
@@ -103,7 +101,7 @@ class HFDirectory:
             found = f"shapes {[list(tensor.shape) for tensor in stored]}"
             where = f"tensor {shown(stored[0].name)}"
             expected = f"shapes that {shown_path(self.path / CONFIG_FILE)} implies"
-            raise CheckpointError(complaint(shown_path(self.path), where, found, expected)) from error
+            raise damaged(shown_path(self.path), where, found, expected) from error
         fmt, shape = get_format(_FORMATS[result.dtype]), tuple(result.shape)
         offset, shard = (stored[0].offset, stored[0].shard) if stored else (0, 0)
         return TensorInfo(name, fmt, shape, offset, stored_bytes(fmt, shape), shard)

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from realizar_torch.checkpoint.gguf_errors import complaint, shown
-from realizar_torch.errors import CheckpointError, UnsupportedArchitectureError
+from realizar_torch.checkpoint.gguf_errors import damaged, shown
+from realizar_torch.errors import UnsupportedArchitectureError
 
 # transformers' word -> GGUF's; Llama 3's scaling is a tensor of divisors there
 _KINDS = {
@@ -93,7 +93,7 @@ def _expecting_numbers(source: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         found = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise CheckpointError(complaint(source, "RoPE entries", found, "the numbers of its kind")) from None
+        raise damaged(source, "RoPE entries", found, "the numbers of its kind") from None
 
 
 def _parameters(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -111,7 +111,7 @@ def _object(config: Mapping[str, Any], name: str, source: str) -> Mapping[str, A
     """The object under ``name``; empty where there is none, or null."""
     value = config.get(name)
     if not isinstance(value, dict | None):
-        raise CheckpointError(complaint(source, f"entry {name!r}", f"{value!r:.40}", "an object"))
+        raise damaged(source, f"entry {name!r}", f"{value!r:.40}", "an object")
     return value or {}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from realizar_torch.checkpoint.gguf import TensorInfo
-from realizar_torch.checkpoint.gguf_errors import complaint, shown, shown_path
+from realizar_torch.checkpoint.gguf_errors import damaged, shown, shown_path
 from realizar_torch.checkpoint.json_files import read_json
 from realizar_torch.checkpoint.mapped import stored_bytes
 from realizar_torch.checkpoint.safetensors_files import SafetensorsFiles, StoredTensor
@@ -79,10 +79,8 @@ class SavedDirectory:
         if found != (FORMAT, VERSION):
             expected = f"format {FORMAT!r} version {VERSION}"
             advice = "A later version of this package may have written it: update, or save the model again."
-            raise CheckpointError(
-                complaint(
-                    self._source, "version", f"format {found[0]!r} version {found[1]!r}", expected, advice
-                )
+            raise damaged(
+                self._source, "version", f"format {found[0]!r} version {found[1]!r}", expected, advice
             )
 
     def _section(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -112,13 +110,11 @@ class SavedDirectory:
         if fmt.packed:
             expected = ("U8", (*shape[:-1], fmt.row_bytes(shape[-1])))
         if (stored.dtype, stored.shape) != expected or told != fmt.name:
-            raise CheckpointError(
-                complaint(
-                    shown_path(self.shards[stored.shard]),
-                    f"tensor {shown(stored.name)}",
-                    f"{stored.dtype} {list(stored.shape)}, format {told!r}",
-                    f"{expected[0]} {list(expected[1])}, format {fmt.name!r}, as {CONFIG_FILE} says",
-                )
+            raise damaged(
+                shown_path(self.shards[stored.shard]),
+                f"tensor {shown(stored.name)}",
+                f"{stored.dtype} {list(stored.shape)}, format {told!r}",
+                f"{expected[0]} {list(expected[1])}, format {fmt.name!r}, as {CONFIG_FILE} says",
             )
         name = gguf_name(stored.name)
         assert name is not None
@@ -147,7 +143,7 @@ class SavedDirectory:
             raise self._broken("entry 'tied'", f"{tied!r:.80} and {found}", "one of the two")
 
     def _broken(self, where: str, found: str, expected: str) -> CheckpointError:
-        return CheckpointError(complaint(self._source, where, found, expected))
+        return damaged(self._source, where, found, expected)
 
     def __repr__(self) -> str:
         return f"SavedDirectory({str(self.path)!r}, arch={self.arch!r}, tensors={len(self.tensors)})"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from realizar_torch.checkpoint.gguf import open_gguf
-from realizar_torch.checkpoint.gguf_errors import complaint, shown_path
+from realizar_torch.checkpoint.gguf_errors import damaged, shown_path
 from realizar_torch.checkpoint.hub import group_shards
 from realizar_torch.checkpoint.safetensors_files import INDEX_FILE, SINGLE_FILE
 from realizar_torch.checkpoint.source import ModelSource
@@ -36,9 +36,7 @@ def open_source(path: str | os.PathLike[str]) -> ModelSource:
     if any(directory.glob("*.safetensors")) and not any(directory.glob("*.gguf")):
         found = f"safetensors, but neither {HF_CONFIG} nor {SAVED_CONFIG}"
         expected = f"{HF_CONFIG} (Hugging Face) or {SAVED_CONFIG} (rt.save) beside them"
-        raise CheckpointError(
-            complaint(shown_path(directory), "directory", found, expected, "Fetch all files of the model.")
-        )
+        raise damaged(shown_path(directory), "directory", found, expected, "Fetch all files of the model.")
     return open_gguf(directory)
 
 
