@@ -1,6 +1,7 @@
 """Shared by every test: poisoned uninitialised memory, fixed random numbers, real model files."""
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def fixed_random_numbers() -> None:
     torch.manual_seed(20)
+
+
+@pytest.fixture(scope="session")
+def sharded_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory of several safetensors files that nobody changes."""
+    from hf_directories import write_hf_directory
+
+    path = tmp_path_factory.mktemp("hf") / "llama"
+    write_hf_directory(path, shard="100KB")
+    return path
+
+
+@pytest.fixture
+def directory(sharded_llama: Path, tmp_path: Path) -> Path:
+    """A copy of it to change."""
+    return Path(shutil.copytree(sharded_llama, tmp_path / "copy"))
 
 
 @pytest.fixture(autouse=True)

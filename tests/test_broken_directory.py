@@ -8,26 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_directories import INDEX, change_tensors, edit, load_all, write_hf_directory
+from hf_directories import INDEX, change_tensors, edit, load_all
 
 import realizar_torch as rt
 from realizar_torch.checkpoint.safetensors_files import SafetensorsFiles
 
 LONGROPE = {"rope_type": "longrope", "short_factor": ["x"], "long_factor": [1.0]}
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory) -> Path:
-    """A sharded llama directory that nobody changes."""
-    path = tmp_path_factory.mktemp("hf") / "llama"
-    write_hf_directory(path, shard="100KB")
-    return path
-
-
-@pytest.fixture
-def directory(pristine, tmp_path) -> Path:
-    """A copy to break."""
-    return Path(shutil.copytree(pristine, tmp_path / "copy"))
 
 
 def refused(directory: Path, error: type[Exception], words: str) -> None:
@@ -38,13 +24,13 @@ def refused(directory: Path, error: type[Exception], words: str) -> None:
 # -- the tensors of the model ------------------------------------------------------------------------------
 
 
-def test_every_missing_tensor_is_named(directory, pristine):
+def test_every_missing_tensor_is_named(directory, sharded_llama):
     """Each kind of tensor once; none may be left to chance (field fault 42)."""
-    names = [name for name in load_all(pristine) if ".layers.0." in name or ".layers." not in name]
+    names = [name for name in load_all(sharded_llama) if ".layers.0." in name or ".layers." not in name]
     assert len(names) == 12
     for name in names:
         shutil.rmtree(directory)
-        shutil.copytree(pristine, directory)
+        shutil.copytree(sharded_llama, directory)
         change_tensors(directory, lambda tensors, name=name: tensors.pop(name))
         refused(directory, rt.MissingTensorsError, r"missing (blk\.0|token_embd|output)|no output head")
 
@@ -144,10 +130,10 @@ def test_a_config_that_is_no_config_is_refused(directory, text):
     refused(directory, rt.CheckpointError, "config.json")
 
 
-def test_a_directory_without_tokenizer_needs_one(directory, pristine):
+def test_a_directory_without_tokenizer_needs_one(directory, sharded_llama):
     (directory / "tokenizer.json").unlink()
     refused(directory, rt.CheckpointError, "has no tokenizer.*tokenizer=")
-    _, tokenizer = rt.load(directory, tokenizer=pristine / "tokenizer.json")
+    _, tokenizer = rt.load(directory, tokenizer=sharded_llama / "tokenizer.json")
     assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
     (directory / "tokenizer.json").write_text('{"model": 1}')
     refused(directory, rt.CheckpointError, "tokenizer.json")

@@ -1,11 +1,9 @@
 """rt.load of Hugging Face directories: logits of transformers, encoded weights, and every damage refused."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,20 +42,6 @@ VARIANTS = {
 @pytest.fixture
 def ids() -> torch.Tensor:
     return torch.randint(0, VOCAB, (2, 60), generator=torch.Generator().manual_seed(3))
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory) -> Path:
-    """A sharded llama directory that nobody changes."""
-    path = tmp_path_factory.mktemp("hf") / "llama"
-    write_hf_directory(path, shard="100KB")
-    return path
-
-
-@pytest.fixture
-def directory(pristine, tmp_path) -> Path:
-    """A copy to break."""
-    return Path(shutil.copytree(pristine, tmp_path / "copy"))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -200,109 +184,7 @@ def test_matrices_that_stay_dense_are_told(tmp_path):
         rt.load(tmp_path, quantize={"blk.*.ffn_down.weight": "Q8_0"})
 
 
-# -- arguments ---------------------------------------------------------------------------------------------
-
-
-def test_config_replaces_metadata(directory, ids):
-    other, _ = rt.load(directory, config={"llama.rope.freq_base": 100.0}, activations="float")
-    edit(directory / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 100.0})
-    changed, _ = rt.load(directory, activations="float")
-    with torch.inference_mode():
-        assert torch.equal(other(ids).logits, changed(ids).logits)
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"llama.rope.freq_bass": 1.0}, r"nothing reads.*llama\.rope\.freq_base"),
-        ({"rope.freq_base": 1.0}, "nothing reads"),
-        ({"llama.block_count": "two"}, "block_count is str"),
-        ([("llama.block_count", 2)], "expected a dict"),
-        ({"llama.block_count": 2}, "2 layers|unexpected"),
-    ],
-)
-def test_config_that_cannot_be_meant_is_refused(directory, config, words):
-    with pytest.raises(rt.RealizarError, match=words):
-        rt.load(directory, config=config)
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_a_padded_vocabulary_generates_to_the_end(tmp_path, own):
-    """A head that prefers ids for which tokenizer.json has no token."""
-    write_hf_directory(tmp_path, vocab_size=VOCAB + 7, tie_word_embeddings=False)
-
-    def prefer_padding(tensors: dict[str, torch.Tensor]) -> None:
-        head = tensors["lm_head.weight"]
-        head[VOCAB + 3] = 100 * tensors["model.norm.weight"]
-        head[VOCAB + 4] = -head[VOCAB + 3]
-
-    change_tensors(tmp_path, prefer_padding)
-    model, tokenizer = rt.load(tmp_path, tokenizer=None if own else tmp_path)
-    prompt = torch.tensor([tokenizer.encode("the cat")])
-    ids = model.generate(prompt, max_new_tokens=4, eos_token_id=[])[0, prompt.shape[1] :]
-    assert set(ids.tolist()) <= {VOCAB + 3, VOCAB + 4}
-    assert rt.generate(model, tokenizer, "the cat", max_new_tokens=4) == ""
-    with pytest.raises(rt.FormatError, match=f"outside the vocabulary of {VOCAB + 7}"):
-        tokenizer.decode([VOCAB + 7])
-
-
-@pytest.mark.parametrize(
-    ("config", "key"),
-    [
-        ({"llama.block_count": "two"}, "llama.block_count"),
-        ({"llama.block_count": None}, "llama.block_count"),
-        ({"llama.block_count": -3}, "llama.block_count"),
-        ({"general.architecture": 5}, "general.architecture"),
-        ({"llama.rope.freq_base": float("nan"), "llama.context_length": 64}, "llama.rope.freq_base"),
-        ({"llama.attention.head_count_kv": 5}, "llama.attention.head_count_kv"),
-        ({"llama.attention.head_count": 7}, "llama.attention.head_count"),
-        ({"llama.rope.dimension_count": 23}, "llama.rope.dimension_count"),
-        ({"llama.attn_logit_softcapping": -1.0}, "llama.attn_logit_softcapping"),
-        ({"llama.logit_scale": float("inf")}, "llama.logit_scale"),
-        ({"llama.rope.scaling.factor": -2.0}, "llama.rope.scaling.factor"),
-        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type"),
-        ({"tokenizer.ggml.tokens": 3}, "tokenizer.ggml.tokens"),
-    ],
-)
-def test_a_wrong_value_of_config_is_the_caller_s_fault(directory, config, key):
-    with pytest.raises(rt.FormatError) as caught:
-        rt.load(directory, config=config)
-    assert type(caught.value) is rt.FormatError
-    assert str(caught.value).startswith(f"config[{key!r}] is {config[key]!r}: ")
-
-
-def test_a_wrong_tokenizer_entry_of_config_is_the_caller_s_fault(tmp_path):
-    from tiny_models import write_tiny_llama
-
-    path = write_tiny_llama(tmp_path / "tiny.gguf")
-    for name, value in (("merges", 4), ("token_type", ["x"] * 300), ("add_bos_token", "yes")):
-        key = f"tokenizer.ggml.{name}"
-        with pytest.raises(rt.FormatError, match=re.escape(f"config[{key!r}]")):
-            rt.load(path, config={key: value})
-
-
-def test_numbers_and_names_of_other_types(directory):
-    model, _ = rt.load(directory, dtype="float16", max_seq_len=np.int64(40), batch_size=2)
-    assert model.dtype == torch.float16 and model.max_seq_len == 40
-    assert model.layers[0].mlp.up_proj.weight.dtype == torch.float16
-
-
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ({"device": "meta"}, "no values"),
-        ({"dtype": "int8"}, "float16"),
-        ({"dtype": torch.int8}, "float16"),
-        ({"max_seq_len": 129}, "1 to 128"),
-        ({"max_seq_len": True}, "1 to 128"),
-        ({"batch_size": 0}, "1 to 32"),
-        ({"batch_size": 33}, "1 to 32"),
-        ({"tokenizer": 7}, "expected a path or a Tokenizer"),
-    ],
-)
-def test_bad_arguments_are_refused(directory, argument, words):
-    with pytest.raises(rt.FormatError, match=words):
-        rt.load(directory, **argument)
+# -- memory ------------------------------------------------------------------------------------------------
 
 
 def test_the_files_are_not_changed_and_give_memory_back(directory):
@@ -318,8 +200,6 @@ def test_the_files_are_not_changed_and_give_memory_back(directory):
     source.release("blk.0.ffn_up.weight")
     assert torch.equal(source.read("blk.0.ffn_up.weight"), first)
 
-
-# -- memory ------------------------------------------------------------------------------------------------
 
 _MEMORY = """
 import re, sys
@@ -338,12 +218,12 @@ print(status("VmHWM") - before - sum(p.nbytes for p in model.parameters()))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_encoding_needs_memory_for_one_tensor_beside_the_result(pristine, tmp_path):
+def test_encoding_needs_memory_for_one_tensor_beside_the_result(sharded_llama, tmp_path):
     """290 MB of fp32, 34 MB the largest tensor; that the file's pages stay is what must not happen."""
-    config = json.loads((pristine / "config.json").read_text())
+    config = json.loads((sharded_llama / "config.json").read_text())
     sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 16}
     sizes |= {"num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 2}
-    shutil.copytree(pristine, tmp_path / "large", ignore=shutil.ignore_patterns("*safetensors*"))
+    shutil.copytree(sharded_llama, tmp_path / "large", ignore=shutil.ignore_patterns("*safetensors*"))
     (tmp_path / "large" / "config.json").write_text(json.dumps(config | sizes))
     tensors = {"model.embed_tokens.weight": torch.zeros(VOCAB, 2048), "model.norm.weight": torch.ones(2048)}
     tensors["lm_head.weight"] = torch.zeros(VOCAB, 2048)
@@ -360,7 +240,7 @@ def test_encoding_needs_memory_for_one_tensor_beside_the_result(pristine, tmp_pa
     save_file(tensors, tmp_path / "large" / "model.safetensors")
     total = sum(tensor.nbytes for tensor in tensors.values())
     done = subprocess.run(
-        [sys.executable, "-c", _MEMORY, str(pristine), str(tmp_path / "large")],
+        [sys.executable, "-c", _MEMORY, str(sharded_llama), str(tmp_path / "large")],
         capture_output=True,
         text=True,
         check=True,

@@ -1,0 +1,113 @@
+"""Arguments of rt.load that change what a directory says, and every one that cannot be meant."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hf_directories import VOCAB, change_tensors, edit, write_hf_directory
+
+import realizar_torch as rt
+
+
+def test_config_replaces_metadata(directory):
+    ids = torch.randint(0, VOCAB, (2, 60))
+    other, _ = rt.load(directory, config={"llama.rope.freq_base": 100.0}, activations="float")
+    edit(directory / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 100.0})
+    changed, _ = rt.load(directory, activations="float")
+    with torch.inference_mode():
+        assert torch.equal(other(ids).logits, changed(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"llama.rope.freq_bass": 1.0}, r"nothing reads.*llama\.rope\.freq_base"),
+        ({"rope.freq_base": 1.0}, "nothing reads"),
+        ({"llama.block_count": "two"}, "block_count is str"),
+        ([("llama.block_count", 2)], "expected a dict"),
+        ({"llama.block_count": 2}, "2 layers|unexpected"),
+    ],
+)
+def test_config_that_cannot_be_meant_is_refused(directory, config, words):
+    with pytest.raises(rt.RealizarError, match=words):
+        rt.load(directory, config=config)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_padded_vocabulary_generates_to_the_end(tmp_path, own):
+    """A head that prefers ids for which tokenizer.json has no token."""
+    write_hf_directory(tmp_path, vocab_size=VOCAB + 7, tie_word_embeddings=False)
+
+    def prefer_padding(tensors: dict[str, torch.Tensor]) -> None:
+        head = tensors["lm_head.weight"]
+        head[VOCAB + 3] = 100 * tensors["model.norm.weight"]
+        head[VOCAB + 4] = -head[VOCAB + 3]
+
+    change_tensors(tmp_path, prefer_padding)
+    model, tokenizer = rt.load(tmp_path, tokenizer=None if own else tmp_path)
+    prompt = torch.tensor([tokenizer.encode("the cat")])
+    ids = model.generate(prompt, max_new_tokens=4, eos_token_id=[])[0, prompt.shape[1] :]
+    assert set(ids.tolist()) <= {VOCAB + 3, VOCAB + 4}
+    assert rt.generate(model, tokenizer, "the cat", max_new_tokens=4) == ""
+    with pytest.raises(rt.FormatError, match=f"outside the vocabulary of {VOCAB + 7}"):
+        tokenizer.decode([VOCAB + 7])
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"llama.block_count": "two"}, "llama.block_count"),
+        ({"llama.block_count": None}, "llama.block_count"),
+        ({"llama.block_count": -3}, "llama.block_count"),
+        ({"general.architecture": 5}, "general.architecture"),
+        ({"llama.rope.freq_base": float("nan"), "llama.context_length": 64}, "llama.rope.freq_base"),
+        ({"llama.attention.head_count_kv": 5}, "llama.attention.head_count_kv"),
+        ({"llama.attention.head_count": 7}, "llama.attention.head_count"),
+        ({"llama.rope.dimension_count": 23}, "llama.rope.dimension_count"),
+        ({"llama.attn_logit_softcapping": -1.0}, "llama.attn_logit_softcapping"),
+        ({"llama.logit_scale": float("inf")}, "llama.logit_scale"),
+        ({"llama.rope.scaling.factor": -2.0}, "llama.rope.scaling.factor"),
+        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type"),
+        ({"tokenizer.ggml.tokens": 3}, "tokenizer.ggml.tokens"),
+    ],
+)
+def test_a_wrong_value_of_config_is_the_caller_s_fault(directory, config, key):
+    with pytest.raises(rt.FormatError) as caught:
+        rt.load(directory, config=config)
+    assert type(caught.value) is rt.FormatError
+    assert str(caught.value).startswith(f"config[{key!r}] is {config[key]!r}: ")
+
+
+def test_a_wrong_tokenizer_entry_of_config_is_the_caller_s_fault(tmp_path):
+    from tiny_models import write_tiny_llama
+
+    path = write_tiny_llama(tmp_path / "tiny.gguf")
+    for name, value in (("merges", 4), ("token_type", ["x"] * 300), ("add_bos_token", "yes")):
+        key = f"tokenizer.ggml.{name}"
+        with pytest.raises(rt.FormatError, match=re.escape(f"config[{key!r}]")):
+            rt.load(path, config={key: value})
+
+
+def test_numbers_and_names_of_other_types(directory):
+    model, _ = rt.load(directory, dtype="float16", max_seq_len=np.int64(40), batch_size=2)
+    assert model.dtype == torch.float16 and model.max_seq_len == 40
+    assert model.layers[0].mlp.up_proj.weight.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"device": "meta"}, "no values"),
+        ({"dtype": "int8"}, "float16"),
+        ({"dtype": torch.int8}, "float16"),
+        ({"max_seq_len": 129}, "1 to 128"),
+        ({"max_seq_len": True}, "1 to 128"),
+        ({"batch_size": 0}, "1 to 32"),
+        ({"batch_size": 33}, "1 to 32"),
+        ({"tokenizer": 7}, "expected a path or a Tokenizer"),
+    ],
+)
+def test_bad_arguments_are_refused(directory, argument, words):
+    with pytest.raises(rt.FormatError, match=words):
+        rt.load(directory, **argument)
