@@ -88,8 +88,9 @@ class GpuStep:
     def refresh(self) -> None:
         """Takes over q, k and v biases written to since: of no other weight does the step hold a copy."""
         for layer, joined in self._qkv_bias.items():
-            if joined is not None:
-                joined.copy_(self._joined_bias(layer.self_attn))
+            written = self._joined_bias(layer.self_attn)
+            if joined is not None and written is not None:
+                joined.copy_(written)
 
     def place(self) -> None:
         """Tells the device where the cache ends, unless it has counted to there itself."""
