@@ -176,9 +176,7 @@ def check_dense_arguments(fmt: object, *, weight: object, importance: object) ->
     """What the dispatcher of torch would refuse in words of its own, before ``realizar_torch::quantize``."""
     for name, value in (("weight", weight), ("importance", importance)):
         if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-            raise FormatError(
-                f"{name} is a {value.layout} tensor, expected a dense one: call to_dense()"
-            )
+            raise FormatError(f"{name} is a {value.layout} tensor, expected a dense one: call to_dense()")
         if not isinstance(value, torch.Tensor) and (name == "weight" or value is not None):
             raise FormatError(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
     if not isinstance(fmt, str):
