@@ -137,8 +137,8 @@ class AttentionCase:
         return out.flatten(1)
 
 
-# a query, a key and probabilities rounded to the cache's type: 2^-8 of |score| <= 8 and of |v| <= 4 for bf16
-ATTENTION_TOLERANCE = {torch.float32: 4e-6, torch.float16: 8e-3, torch.bfloat16: 6e-2}
+# a query and probabilities rounded to the cache's type: 2^-8 of |score| <= 4 and of |v| <= 4 for bf16
+ATTENTION_TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -211,7 +211,7 @@ def test_decode_attention_at_real_sizes(dtype: torch.dtype, dim: int) -> None:
     case.scale = 1 / (4 * math.sqrt(dim))
     expected = case.expected()
     out, _ = case.run(quantize=True)
-    atol = 2e-5 if dtype == torch.float32 else 0.1
+    atol = 5e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
     again, _ = case.run(quantize=True)
     assert torch.equal(out, again)
