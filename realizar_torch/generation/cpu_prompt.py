@@ -17,8 +17,6 @@ from realizar_torch.nn.mlp import GatedMLP
 
 # Columns of one pass: weights are decoded once for all of them, and they stay in the second-level cache.
 _COLUMNS = 256
-# Up to so many columns the decoding of weights decides; to int8 it takes half of its time to bf16.
-_FEW = 16
 
 
 def takes(model: Transformer) -> bool:
@@ -33,19 +31,17 @@ class CpuPrompt:
     def __init__(self, model: Transformer, cache: KVCache):
         self._model, self._cache = model, cache
         self._kept: list[Tensor] = []
-        self._capacity, self._bf16 = 0, False
+        self._capacity = 0
         self._arena: Arena | None = None
 
     def run(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         """input_ids int [B, T] behind what is cached -> fp32 logits [B, V] of the last position."""
-        from realizar_torch.cpu_kernels import matrix_tiles
-
         model, cache = self._model, self._cache
         model.begin(input_ids, attention_mask, cache)
         tokens, sequences, slots = self._columns(input_ids)
         check_tokens(tokens, model.config.vocab_size)
         last, end = torch.empty(cache.batch_size, model.config.hidden_size), slots.max()
-        self._prepare(min(len(tokens), _COLUMNS), matrix_tiles.available() and len(tokens) > _FEW)
+        self._prepare(min(len(tokens), _COLUMNS))
         for first in range(0, len(tokens), _COLUMNS):
             part = slice(first, first + _COLUMNS)
             residual = self._pass(tokens[part], sequences[part], slots[part])
@@ -76,20 +72,21 @@ class CpuPrompt:
         pool.run(prompt.run_prompt, threads, self._instructions, context)
         return self._residual[:count]
 
-    def _prepare(self, count: int, bf16: bool) -> None:
+    def _prepare(self, count: int) -> None:
         """Buffers for ``count`` columns, and the program over them, unless they are there."""
-        from realizar_torch.cpu_kernels import program
+        from realizar_torch.cpu_kernels import matrix_tiles, program
         from realizar_torch.cpu_kernels.activation_panel import COLUMNS, panel_places
 
-        if count <= self._capacity and bf16 == self._bf16:
+        if count <= self._capacity:
             return
         model, cache, config = self._model, self._cache, self._model.config
-        columns = -(-count // COLUMNS) * COLUMNS
-        self._capacity, self._bf16 = columns, bf16
+        self._capacity = columns = -(-count // COLUMNS) * COLUMNS
         self._arena, self._kept[:] = None, [cache.keys, cache.values, cache.starts]
         hidden_size, q_dim = config.hidden_size, config.q_dim
         widths = (hidden_size, hidden_size, q_dim + 2 * config.kv_dim, q_dim)
         self._residual, hidden, qkv, wide = (torch.empty(columns, width) for width in widths)
+        # by the machine and not by the number of columns: a row's result must not depend on its neighbours
+        bf16 = matrix_tiles.available()
         steps = _PromptProgram(model, cache, (hidden, qkv, wide), self._kept, bf16)
         self._instructions = steps.instructions()
         widest = max(hidden_size, q_dim, config.intermediate_size)
