@@ -28,7 +28,7 @@ def encode(weight: Tensor, fmt: str, importance: Tensor | None = None) -> Tensor
     """Finite float32 ``weight [rows, K]`` → uint8 ``[rows, row_bytes]``, K zero-padded to whole blocks.
 
     ``importance`` float32 ``[K]``: non-negative weights of the columns' squared errors (ggml's imatrix);
-    padding has none. Holds some twenty temporaries of the weight's size.
+    padding has none. Holds some ten temporaries of the weight's size.
     """
     spec = get_packed_format(fmt)
     per_row = spec.blocks(weight.shape[1])

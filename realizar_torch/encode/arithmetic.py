@@ -36,8 +36,8 @@ def ordered_sum(terms: Tensor, start: Tensor | None = None) -> Tensor:
 
 def nearest_int(values: Tensor) -> Tensor:
     """Round half to even → int32, with ggml's results for what exceeds 2^22 (low bits) and for NaN (0)."""
-    low_bits = (values + _ROUNDER).view(torch.int32) & 0x7FFFFF
-    return torch.where(values.isnan(), 0, low_bits - 0x400000)
+    numbers = values.nan_to_num(0, torch.inf, -torch.inf)
+    return numbers.add_(_ROUNDER).view(torch.int32).bitwise_and_(0x7FFFFF).sub_(0x400000)
 
 
 def truncate(values: Tensor) -> Tensor:

@@ -25,14 +25,12 @@ def _q2_k(x: Tensor, importance: Tensor | None, per_row: int) -> dict[str, Tenso
     sub = _sub_blocks(x, 16)
     if importance is None:
         scales, minima, q = scale_and_minimum(sub, sub.abs(), 3, -0.5, 0.1, 15, absolute=True)
-        d, ls = _positive_levels(scales, 15)
-        dmin, lm = _positive_levels(minima, 15)
+        sums = None
     else:
         weights = _weights(x, sub, importance, 1)
         scales, minima, q = scale_and_minimum(sub, weights, 3, -0.9, 0.05, 36)
         sums = ordered_sum(weights)
-        d, ls = positive_scale(scales, sums, 15)
-        dmin, lm = positive_scale(minima, sums, 15)
+    d, dmin, ls, lm = _levels_of_both(scales, minima, sums, 15)
     q = _requantized(sub, q, _half(d) * (ls & 15), _half(dmin) * (lm & 15), 3)
     return {
         "d": d,
@@ -74,14 +72,12 @@ def _k4(
     if importance is None:
         mean = divide(ordered_sum(sub * sub), 32)
         scales, minima, q = scale_and_minimum(sub, sqrt(mean) + sub.abs(), top, first, 0.1, steps)
-        d, ls = _positive_levels(scales, 63)
-        dmin, lm = _positive_levels(minima, 63)
+        sums = None
     else:
         weights = _weights(x, sub, importance, 2)
         scales, minima, q = scale_and_minimum(sub, weights, top, -0.9, 0.05, 36)
         sums = ordered_sum(weights)
-        d, ls = positive_scale(scales, sums, 63)
-        dmin, lm = positive_scale(minima, sums, 63)
+    d, dmin, ls, lm = _levels_of_both(scales, minima, sums, 63)
     ls, lm = ls.clamp(max=63), lm.clamp(max=63)
     values = _flat(_requantized(sub, q, _half(d) * ls, _half(dmin) * lm, top))
     return {
@@ -127,8 +123,24 @@ def _weights(x: Tensor, sub: Tensor, importance: Tensor, factor: int) -> Tensor:
     return _sub_blocks(importance, len(sub)) * sqrt(mean + sub * sub)
 
 
+def _levels_of_both(
+    scales: Tensor, minima: Tensor, sums: Tensor | None, top: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scales and minima ``[sub-blocks, blocks]``, quantized as one tensor → (d, dmin, their levels).
+
+    ``sums``: the weights of a search, alike; None: the largest decides.
+    """
+    both = torch.stack([scales, minima], 1)
+    if sums is None:
+        d, levels = _positive_levels(both, top)
+    else:
+        d, levels = positive_scale(both, sums.unsqueeze(1), top)
+    (d, dmin), (ls, lm) = d.unbind(), levels.unbind(1)
+    return d, dmin, ls, lm
+
+
 def _positive_levels(scales: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """The largest of ``scales [sub-blocks, blocks]`` becomes ``top`` → (scale of scales, levels as bytes)."""
+    """The largest of ``scales [sub-blocks, ...]`` becomes ``top`` → (scale of scales, levels as bytes)."""
     largest = torch.where(scales > 0, scales, 0).amax(0)
     inverse = torch.where(largest > 0, divide(top, largest), 0)
     return divide(largest, top), nearest_int(inverse * scales) & 255

@@ -43,14 +43,17 @@ def scale_and_minimum(
     scale = divide(1, inverse)
     q = _levels(x, inverse, low, top)
     error = _error(x, weights, scale, low, q, absolute)
+    products = x.new_empty(len(x), 3, *x.shape[1:])
     # q follows from the inverse scale and the minimum it was tried with
     best_inverse, best_low = inverse, low
     for i in range(steps + 1):
         numerator = np.float32(first) + np.float32(step) * np.float32(i) + np.float32(top)
         inverse = divide(float(numerator), high - low)
         q = _levels(x, inverse, low, top)
-        wq = weights * q
-        sum_q, sum_q2, sum_xq = ordered_sum(torch.stack([wq, wq * q, wq * x], 1))
+        wq = torch.mul(weights, q, out=products[:, 0])
+        torch.mul(wq, q, out=products[:, 1])
+        torch.mul(wq, x, out=products[:, 2])
+        sum_q, sum_q2, sum_xq = ordered_sum(products)
         determinant = sum_w * sum_q2 - sum_q * sum_q
         new_scale = (sum_w * sum_xq - sum_x * sum_q) / determinant
         new_low = (sum_q2 * sum_x - sum_q * sum_xq) / determinant
@@ -71,12 +74,13 @@ def scale_and_minimum(
 
 
 def _levels(x: Tensor, inverse: Tensor, low: Tensor, top: int) -> Tensor:
-    return nearest_int(inverse * (x - low)).clamp(0, top).to(torch.float32)
+    return nearest_int((x - low).mul_(inverse)).clamp_(0, top).to(torch.float32)
 
 
 def _error(x: Tensor, weights: Tensor, scale: Tensor, low: Tensor, q: Tensor, absolute: bool) -> Tensor:
-    difference = scale * q + low - x
-    return ordered_sum(weights * (difference.abs() if absolute else difference * difference))
+    difference = (scale * q).add_(low).sub_(x)
+    size = difference.abs_() if absolute else difference.mul_(difference)
+    return ordered_sum(size.mul_(weights))
 
 
 def symmetric_scale(x: Tensor, weights: Tensor | None, half: int) -> tuple[Tensor, Tensor]:
@@ -133,13 +137,16 @@ def _signed_trial(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q for an inverse scale, and its sums of ``w x q`` and ``w q²``; ``weighted`` is ``w x``."""
     q = _signed(inverse * x, half)
-    sum_xq, sum_q2 = ordered_sum(torch.stack([weighted * q, weights * q * q], 1))
+    products = x.new_empty(len(x), 2, *x.shape[1:])
+    torch.mul(weighted, q, out=products[:, 0])
+    torch.mul(weights, q, out=products[:, 1]).mul_(q)
+    sum_xq, sum_q2 = ordered_sum(products)
     return q, sum_xq, sum_q2
 
 
 def _signed(values: Tensor, half: int) -> Tensor:
     """The nearest integers in -half … half - 1, as floats."""
-    return nearest_int(values).clamp(-half, half - 1).to(torch.float32)
+    return nearest_int(values).clamp_(-half, half - 1).to(torch.float32)
 
 
 def positive_scale(x: Tensor, weights: Tensor, top: int) -> tuple[Tensor, Tensor]:

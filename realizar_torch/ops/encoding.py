@@ -15,7 +15,17 @@ from realizar_torch.ops.recording import recorded
 Encoder = Callable[[Tensor, str, Tensor | None], Tensor]
 
 
-def quantize(encoder: Encoder, weight: Tensor, fmt: str, importance: Tensor | None = None) -> Tensor:
+# of float32: a GPU waits for the host's launches, thousands a slice, unless each has much to do
+GPU_CHUNK_BYTES = 1 << 26
+
+
+def quantize(
+    encoder: Encoder,
+    weight: Tensor,
+    fmt: str,
+    importance: Tensor | None = None,
+    chunk_bytes: int | None = None,
+) -> Tensor:
     spec = checks.check_quantize(weight, fmt, importance)
     rows, columns = weight.shape
     if importance is not None:
@@ -23,7 +33,7 @@ def quantize(encoder: Encoder, weight: Tensor, fmt: str, importance: Tensor | No
         if not (importance.isfinite() & (importance >= 0)).all():
             raise FormatError("importance holds negative or non-finite numbers, expected weights of squares")
     blocks = weight.new_empty(rows, spec.row_bytes(columns), dtype=torch.uint8)
-    for part in torch_kernels.row_slices(rows, columns):
+    for part in torch_kernels.row_slices(rows, columns, chunk_bytes):
         values = weight[part].to(torch.float32).contiguous()
         _check_finite(values, part.start)
         blocks[part] = encoder(values, spec.name, importance)
@@ -45,6 +55,10 @@ def _torch(weight: Tensor, fmt: str, importance: Tensor | None = None) -> Tensor
     return quantize(encode, weight, fmt, importance)
 
 
+def _cuda(weight: Tensor, fmt: str, importance: Tensor | None = None) -> Tensor:
+    return quantize(encode, weight, fmt, importance, GPU_CHUNK_BYTES)
+
+
 def _cpu(weight: Tensor, fmt: str, importance: Tensor | None = None) -> Tensor:
     if cpu.kernels() is torch_kernels:
         return _torch(weight, fmt, importance)
@@ -54,5 +68,5 @@ def _cpu(weight: Tensor, fmt: str, importance: Tensor | None = None) -> Tensor:
 
 
 LIBRARY.impl("quantize", recorded("quantize", "cpu", _cpu), "CPU")
-LIBRARY.impl("quantize", recorded("quantize", "cuda", _torch), "CUDA")
+LIBRARY.impl("quantize", recorded("quantize", "cuda", _cuda), "CUDA")
 LIBRARY.impl("quantize", _torch, "CompositeExplicitAutograd")

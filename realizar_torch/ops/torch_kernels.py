@@ -16,9 +16,11 @@ __all__ = ["dequantize", "embedding", "matmul", "matmul_int8", "quantize_activat
 CHUNK_BYTES = 1 << 24
 
 
-def row_slices(rows: int, in_features: int) -> Iterator[slice]:
-    """Slices that cover ``rows`` rows, each of at most CHUNK_BYTES of float32 (or of one row)."""
-    step = max(1, CHUNK_BYTES // (4 * in_features))
+def row_slices(rows: int, in_features: int, chunk_bytes: int | None = None) -> Iterator[slice]:
+    """Slices that cover ``rows`` rows, each of at most ``chunk_bytes`` (None: CHUNK_BYTES) of float32, or of
+    one row.
+    """
+    step = max(1, (chunk_bytes or CHUNK_BYTES) // (4 * in_features))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
