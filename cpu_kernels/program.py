@@ -70,8 +70,9 @@ INSTRUCTION = np.dtype(
 # What is the same for all instructions of a step: sizes of the model, where a thread's own memory keeps what.
 CONTEXT = np.dtype(
     [
-        # shared memory
+        # shared memory; int64 [batch]: token, slot of the cache it goes to, first slot behind the padding
         ("tokens", np.int64),
+        ("positions", np.int64),
         ("starts", np.int64),
         ("tiles", np.int64),
         ("barrier", np.int64),

@@ -20,14 +20,14 @@ TILE_ROWS = 32
 
 
 @jit
-def run_step(thread, n_threads, instructions, context, batch, position):
-    """One token of ``batch`` sequences at cache slot ``position``.
+def run_step(thread, n_threads, instructions, context, batch):
+    """One token of ``batch`` sequences, each at its own slot of the cache.
 
     instructions: INSTRUCTION rows. context: one CONTEXT row. Both hold addresses; nothing is allocated.
     """
     c = context[0]
     arena = c.arena + thread * c.arena_stride
-    rotary_table(c, arena, batch, position)
+    rotary_table(c, arena, batch)
     if thread == 0:
         for index in range(len(instructions)):
             store_i64(c.tiles, 0, program.COUNTER_BYTES * index)
@@ -44,9 +44,9 @@ def run_step(thread, n_threads, instructions, context, batch, position):
         elif i.opcode == program.LOAD:
             _load(c, i, arena, batch)
         elif i.opcode == program.ATTEND:
-            _attend(c, i, arena, counter, batch, position, n_threads)
+            _attend(c, i, arena, counter, batch, n_threads)
         elif i.opcode == program.ROTATE:
-            _rotate(c, i, arena, counter, batch, position)
+            _rotate(c, i, arena, counter, batch)
         elif i.opcode == program.EMBED:
             _embed(c, i, arena, batch)
         if i.barrier:
@@ -142,17 +142,17 @@ def _gated(c, i, arena, counter, batch):
 
 
 @jit(device=True)
-def _rotate(c, i, arena, counter, batch, position):
+def _rotate(c, i, arena, counter, batch):
     heads = c.heads + 2 * c.kv_heads
     while True:
         unit = fetch_add_i64(counter, 1)
         if unit >= batch * heads:
             return
-        rotate_unit(c, i, arena, batch, unit // heads, unit % heads, position)
+        rotate_unit(c, i, arena, batch, unit // heads, unit % heads)
 
 
 @jit(device=True)
-def _attend(c, i, arena, counter, batch, position, n_threads):
+def _attend(c, i, arena, counter, batch, n_threads):
     # query heads that share keys go together unless that would leave threads idle
     group = c.heads // c.kv_heads
     together = group if batch * c.kv_heads >= n_threads else max(1, group * batch * c.kv_heads // n_threads)
@@ -164,4 +164,4 @@ def _attend(c, i, arena, counter, batch, position, n_threads):
         b, rest = unit // (c.kv_heads * parts), unit % (c.kv_heads * parts)
         kv_head, part = rest // parts, rest % parts
         first = part * together
-        attend_heads(c, i, arena, b, kv_head, first, min(first + together, group), position)
+        attend_heads(c, i, arena, b, kv_head, first, min(first + together, group))

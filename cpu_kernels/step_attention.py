@@ -16,12 +16,12 @@ from realizar_torch.cpu_kernels.step_vectors import copy_row
 
 
 @jit(device=True)
-def rotary_table(c, arena, batch, position):
+def rotary_table(c, arena, batch):
     """cos and sin of every frequency at each sequence's own position, which starts behind its padding."""
     half = c.head_dim // 2
     for rope in range(c.ropes):
         for b in range(batch):
-            own = np.float32(position - load_i64(c.starts, 8 * b))
+            own = np.float32(load_i64(c.positions, 8 * b) - load_i64(c.starts, 8 * b))
             row = 4 * half * (rope * batch + b)
             for pair in range(half):
                 angle = own * load_f32(c.frequencies, 4 * (rope * half + pair))
@@ -30,11 +30,11 @@ def rotary_table(c, arena, batch, position):
 
 
 @jit(device=True)
-def rotate_unit(c, i, arena, batch, b, unit, position):
+def rotate_unit(c, i, arena, batch, b, unit):
     """Head ``unit`` of [queries, keys, values] of sequence b: norm, rotation, cache write."""
     size = 4 * c.head_dim
     head = i.source + b * i.source_stride + unit * size
-    row = (b * c.kv_heads * c.max_positions + position) * size
+    row = (b * c.kv_heads * c.max_positions + load_i64(c.positions, 8 * b)) * size
     if unit >= c.heads + c.kv_heads:
         kv_head = unit - c.heads - c.kv_heads
         copy_row(head, c.head_dim, i.values + row + kv_head * c.max_positions * size)
@@ -67,10 +67,10 @@ def rotate(head, cos, sin, half):
 
 
 @jit(device=True)
-def attend_heads(c, i, arena, b, kv_head, first, last, position):
+def attend_heads(c, i, arena, b, kv_head, first, last):
     """Query heads ``first`` to ``last`` of one group over the rows that sequence b may see."""
     size = 4 * c.head_dim
-    start = load_i64(c.starts, 8 * b)
+    start, position = load_i64(c.starts, 8 * b), load_i64(c.positions, 8 * b)
     if i.window:
         start = max(start, position - i.window + 1)
     head = (kv_head * (c.heads // c.kv_heads) + first) * size

@@ -10,7 +10,7 @@ from random_models import write_random_model
 from torch import nn
 
 from realizar_torch.checkpoint.gguf import open_gguf
-from realizar_torch.errors import FormatError
+from realizar_torch.errors import CacheFullError, FormatError
 from realizar_torch.generation.cpu_step import why_not
 from realizar_torch.generation.step import decode_step, new_state, prefill
 from realizar_torch.models.loading import load_transformer
@@ -109,6 +109,30 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(path, ids, activa
         torch.set_num_threads(threads)
     for row in range(3):
         assert torch.equal(decode(model, ids, only=row)[0], together[row])
+
+
+@pytest.mark.parametrize("activations", ["float", "int8"])
+def test_rows_at_positions_of_their_own_equal_rows_alone(path, ids, activations):
+    """Three texts of other lengths, decoded together: bit for bit what each gives by itself."""
+    model, ends = load(path, activations), [PROMPT, 5, PROMPT + 13]
+    together = new_state(model, 3, ids.shape[1])
+    together.prepare(model)
+    with torch.inference_mode():
+        alone = [new_state(model, 1, ids.shape[1]) for _ in ends]
+        for row, (state, end) in enumerate(zip(alone, ends, strict=True)):
+            prefill(model, ids[row : row + 1, :end], None, state)
+            together.cache.keys[:, row] = state.cache.keys[:, 0]
+            together.cache.values[:, row] = state.cache.values[:, 0]
+        for s in range(3):
+            tokens = torch.stack([ids[row, end + s] for row, end in enumerate(ends)])
+            found = together.fused.run_at(tokens, torch.tensor(ends) + s)
+            for row, state in enumerate(alone):
+                assert torch.equal(found[row], decode_step(model, tokens[row : row + 1], state)[0])
+        assert together.cache.length == 0
+        with pytest.raises(CacheFullError, match="position -1"):
+            together.fused.run_at(tokens, torch.tensor([0, -1, 0]))
+        with pytest.raises(CacheFullError, match=f"position {ids.shape[1]}"):
+            together.fused.run_at(tokens, torch.tensor([0, 0, ids.shape[1]]))
 
 
 def test_dense_weights_and_mixed_numerics_are_fused_too(path, ids):

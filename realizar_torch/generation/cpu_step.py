@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from realizar_torch.errors import FormatError
+from realizar_torch.errors import CacheFullError, FormatError
 from realizar_torch.generation.cpu_arena import Arena
 from realizar_torch.generation.cpu_program import LayerProgram, Linear
 from realizar_torch.generation.fusable import obstacle
@@ -43,8 +43,9 @@ class CpuStep:
     def __init__(self, model: Transformer, cache: KVCache, workspace: Workspace):
         self._cache, self._workspace = cache, workspace
         self._tokens = torch.zeros(cache.batch_size, dtype=torch.int64)
+        self._positions = torch.zeros(cache.batch_size, dtype=torch.int64)
         # Keeps every tensor alive whose address the program holds.
-        self._kept: list[Tensor] = [self._tokens, cache.keys, cache.values, cache.starts]
+        self._kept: list[Tensor] = [self._tokens, self._positions, cache.keys, cache.values, cache.starts]
         config = model.config
         self._vocabulary = config.vocab_size
         self._width = padded_width(max(config.hidden_size, config.q_dim, config.intermediate_size))
@@ -54,7 +55,22 @@ class CpuStep:
         self._arena: Arena | None = None
 
     def run(self, token_ids: Tensor) -> Tensor:
-        """token_ids int64 [B] -> fp32 logits [B, V], valid until the next step."""
+        """token_ids int64 [B] behind what is cached -> fp32 logits [B, V], valid until the next step."""
+        self._positions.fill_(self._cache.length)
+        logits = self._launch(token_ids)
+        self._cache.advance(1)
+        return logits
+
+    def run_at(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """As ``run``, each row at a position of its own: int64 [B] slots of the cache, whose length stays.
+
+        A row sees its slots from ``cache.starts`` to its position; what lies behind may be anything.
+        """
+        check_positions(positions, self._cache.max_seq_len)
+        self._positions.copy_(positions)
+        return self._launch(token_ids)
+
+    def _launch(self, token_ids: Tensor) -> Tensor:
         from realizar_torch.cpu_kernels import pool, step
 
         threads = torch.get_num_threads()
@@ -63,8 +79,7 @@ class CpuStep:
         check_tokens(token_ids, self._vocabulary)
         self._tokens.copy_(token_ids)
         batch = self._cache.batch_size
-        pool.run(step.run_step, threads, self._instructions, self._context, batch, self._cache.length)
-        self._cache.advance(1)
+        pool.run(step.run_step, threads, self._instructions, self._context, batch)
         return self._workspace.logits[:batch]
 
     def _make_context(self, model: Transformer, steps: "_StepProgram") -> np.ndarray:
@@ -74,6 +89,7 @@ class CpuStep:
         fields = {
             **shared_fields(model, self._cache, self._kept),
             "tokens": self._tokens.data_ptr(),
+            "positions": self._positions.data_ptr(),
             "quantized": int(any(row.get("int8", 0) for row in steps.rows)),
             "plain": int(any(row.get("int8", 1) == 0 for row in steps.rows)),
         }
@@ -162,3 +178,10 @@ def check_tokens(token_ids: Tensor, vocabulary: int) -> None:
     for token in token_ids.flatten().tolist():
         if not 0 <= token < vocabulary:
             raise FormatError(f"token id {token} is outside the vocabulary of {vocabulary}")
+
+
+def check_positions(positions: Tensor, length: int) -> None:
+    """The kernels would write to whatever memory a position outside the cache points to."""
+    for position in positions.tolist():
+        if not 0 <= position < length:
+            raise CacheFullError(f"position {position} is outside the cache, which holds {length}")
