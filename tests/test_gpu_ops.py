@@ -18,7 +18,9 @@ from realizar_torch.ops.normalization import normalize
 
 pytest.importorskip("triton")
 
+from realizar_torch.triton_kernels import configs, decoded
 from realizar_torch.triton_kernels.blocks import GGML_ONLY
+from realizar_torch.triton_kernels.launch import packed_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # unit roundoff of the output types
@@ -88,13 +90,29 @@ def test_planar_weights_give_the_same_bits_where_only_bytes_are_moved(fmt):
 def test_large_products_go_in_chunks(monkeypatch):
     """As many chunks as the bound asks for, and every row of the result written."""
     calls = []
-    own = cuda.dequantize
-    monkeypatch.setattr(cuda, "CHUNK_BYTES", 4 * 300 * 4)
-    monkeypatch.setattr(cuda, "dequantize", lambda w, *a, **k: calls.append(len(w)) or own(w, *a, **k))
-    x, weight, decoded = case("Q4_0", 10, rows=11)
+    own = decoded.decode_rows
+    monkeypatch.setattr(configs, "CHUNK_BYTES", 4 * 300 * 4)
+    monkeypatch.setattr(
+        decoded, "decode_rows", lambda w, first, count, out: calls.append(count) or own(w, first, count, out)
+    )
+    x, weight, dense = case("Q4_0", 10, rows=11)
     y = cuda.linear(x, weight, "Q4_0", 300)
     assert calls == [4, 4, 3]
-    assert_within(y, x.double() @ decoded.T, float_tolerance(x, decoded))
+    assert_within(y, x.double() @ dense.T, float_tolerance(x, dense))
+
+
+def test_chunks_of_several_weights_cross_from_one_to_the_next(monkeypatch):
+    """Formats and layouts of their own, one product; chunk bounds that lie inside the weights."""
+    monkeypatch.setattr(configs, "CHUNK_BYTES", 4 * 256 * 4)
+    x, first, dense = case("Q4_K", 9, rows=5, columns=256)
+    _, second, dense_too = case("Q6_K", 9, rows=6, columns=256)
+    weights = [
+        packed_rows(first, "Q4_K", 256),
+        packed_rows(packing.pack(second, "Q6_K", "planar"), "Q6_K", 256, "planar"),
+    ]
+    y = decoded.decoded_matmul(x, weights, torch.full((9, 11), torch.nan, device=DEVICE))
+    stack = torch.cat([dense, dense_too])
+    assert_within(y, x.double() @ stack.T, float_tolerance(x, stack))
 
 
 @pytest.mark.parametrize("normalization", ["layernorm", "rmsnorm"])

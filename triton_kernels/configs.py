@@ -75,3 +75,14 @@ def choose_splits(batch: int, kv_heads: int, capacity: int, processors: int = 13
 def choose_norm_warps(blocks: int) -> int:
     """Warps of the one program that normalises ``blocks`` blocks of 32 (a power of two)."""
     return min(16, max(1, blocks // 8))
+
+
+# Decoded weights held at a time by a product of many rows.
+CHUNK_BYTES = 64 << 20
+
+
+def choose_chunk(rows: int, in_features: int, itemsize: int) -> int:
+    """Rows that are decoded at a time, of a product with ``rows`` rows: equal chunks, whole tiles of 128."""
+    most = max(1, CHUNK_BYTES // (in_features * itemsize))
+    even = -(-rows // -(-rows // most))
+    return min(most, -(-even // 128) * 128)

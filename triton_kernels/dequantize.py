@@ -9,23 +9,33 @@ from realizar_torch.triton_kernels.blocks import block_size, group_of, planes, u
 from realizar_torch.triton_kernels.decode import decode_unit, load_unit, word_weights
 from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, PackedRows, on_device, packed_rows, same_device
 from realizar_torch.triton_kernels.matvec import output_tensor
-from realizar_torch.triton_kernels.primitives import cast, split_words
+from realizar_torch.triton_kernels.primitives import cast
 from realizar_torch.triton_kernels.row_sums import lane_position
 
 
 @triton.jit
+def _widened(values):
+    """The tuple's tensors with one more dimension."""
+    result = ()
+    for i in tl.static_range(len(values)):
+        result = result + (tl.expand_dims(values[i], -1),)  # noqa: RUF005
+    return result
+
+
+@triton.jit(do_not_specialize=["first_row"])
 def _decode_rows_kernel(
-    weight, row_stride, n_rows, blocks, ids, out, in_features,
+    weight, row_stride, first_row, n_rows, blocks, ids, out, in_features,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, CB: tl.constexpr, HAS_IDS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j): blocks j*CB … of row i (or of row ids[i]) → ``out[i]``, w = scale * (q - zero) -
-    minimum.
+    """Program (i, j): blocks j*CB … of row first_row + i (or of row ids[i]) → ``out[i]``, w = scale * (q -
+    zero) - minimum.
 
-    An id outside 0 … n_rows-1 gives a row of NaN: the id is on the device, so no error can be raised without
-    a sync.
+    A thread has the 16 weights of each plane of its unit; they are stored together, so that neighbouring
+    threads fill whole sectors. An id outside 0 … n_rows-1 gives a row of NaN: the id is on the device, so no
+    error can be raised without a sync.
     """
     i = tl.program_id(0).to(tl.int64)
-    source = i
+    source = first_row + i
     known = True
     if HAS_IDS:
         source = tl.load(ids + i).to(tl.int64)
@@ -35,16 +45,15 @@ def _decode_rows_kernel(
     row = weight + source * tl.multiple_of(row_stride, ALIGN) + tl.zeros([1, 1], tl.int32)
     raw = load_unit(row, block, unit, blocks, block < blocks, FMT, PLANAR, ALIGN)
     words, s, minimum, d, dmin = decode_unit(raw, unit, FMT)
+    s, minimum, d, dmin = _widened(s), _widened(minimum), tl.expand_dims(d, -1), tl.expand_dims(dmin, -1)
     for p in tl.static_range(planes(FMT)):
-        four = split_words(words[p])
+        weights = word_weights(words[p], s, minimum, d, dmin, p, FMT)
+        if HAS_IDS:
+            weights = tl.where(known, weights, float("nan"))
+        weights = tl.reshape(cast(weights, out.dtype.element_ty), [1, block.shape[1], 16])
         first = block * block_size(FMT) + 16 * group_of(unit, p, FMT)
-        for k in tl.static_range(4):
-            weights = word_weights(four[k], s, minimum, d, dmin, p, FMT)
-            if HAS_IDS:
-                weights = tl.where(known, weights, float("nan"))
-            column = tl.expand_dims(first + 4 * k, -1) + tl.arange(0, 4)
-            target = out + i * in_features + column
-            tl.store(target, cast(weights, out.dtype.element_ty), mask=column < in_features)
+        column = tl.expand_dims(first, -1) + tl.arange(0, 16)
+        tl.store(out + i * in_features + column, weights, mask=column < in_features)
 
 
 def dequantize(
@@ -84,6 +93,11 @@ def embedding(
     return _decode(packed, flat, flat.numel(), dtype, out).view(*ids.shape, embedding_dim)
 
 
+def decode_rows(packed: PackedRows, first: int, count: int, out: torch.Tensor) -> None:
+    """Rows first … first + count - 1 into the beginning of ``out``, contiguous floats. Nothing is checked."""
+    _launch(packed, first, count, None, out)
+
+
 def _decode(
     packed: PackedRows,
     ids: torch.Tensor | None,
@@ -95,14 +109,17 @@ def _decode(
         raise FormatError(f"cannot decode to {dtype}; expected float32, float16 or bfloat16")
     if out is None:
         out = torch.empty(count, packed.in_features, dtype=dtype, device=packed.data.device)
-    if out.numel() == 0:
-        return out
+    if out.numel() > 0:
+        _launch(packed, 0, count, ids, out)
+    return out
+
+
+def _launch(packed: PackedRows, first: int, count: int, ids: torch.Tensor | None, out: torch.Tensor) -> None:
     fmt = packed.fmt.name
-    step = min(triton.next_power_of_2(packed.blocks), 64 // units(fmt))
+    step = min(triton.next_power_of_2(packed.blocks), 128 // units(fmt))
     with on_device(packed.data.device):
         _decode_rows_kernel[(count, triton.cdiv(packed.blocks, step))](
-            packed.data, packed.stride, packed.rows, packed.blocks, ids, out, packed.in_features,
+            packed.data, packed.stride, first, packed.rows, packed.blocks, ids, out, packed.in_features,
             FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, CB=step, HAS_IDS=ids is not None,
-            num_warps=2, enable_fp_fusion=True,
+            num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
-    return out

@@ -21,8 +21,6 @@ from realizar_torch.reference import ACTIVATION_BLOCK
 
 # More rows than this leave the memory limit of a matvec; the kernels take no more.
 MATVEC_ROWS = 8
-# Decoded weights held at a time: what an H100's L2 cache keeps.
-CHUNK_BYTES = 32 << 20
 
 
 @functools.cache
@@ -148,16 +146,12 @@ def norm_linear(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _matmul(x: Tensor, weight: Tensor, spec: BlockFormat, bias: Tensor | None, layout: str) -> Tensor:
-    """``x [M, K] @ decode(weight).T + bias`` in the dtype of ``x``, CHUNK_BYTES of decoded rows at a time."""
-    rows, in_features = weight.shape[0], x.shape[1]
-    y = x.new_empty(x.shape[0], rows)
-    step = max(1, CHUNK_BYTES // (in_features * x.element_size()))
-    for start in range(0, rows, step):
-        part = weight[start : start + step]
-        decoded = dequantize(part, spec.name, in_features, dtype=x.dtype, layout=layout)
-        torch.mm(x, decoded.T, out=y[:, start : start + step])
-        # the allocator gives the next chunk the same memory
-        del decoded
+    """``x [M, K] @ decode(weight).T + bias`` in the dtype of ``x``, a chunk of decoded rows at a time."""
+    from realizar_torch.triton_kernels.decoded import decoded_matmul
+    from realizar_torch.triton_kernels.launch import packed_rows
+
+    packed = packed_rows(weight, spec.name, x.shape[1], layout)
+    y = decoded_matmul(x, [packed], x.new_empty(x.shape[0], packed.rows))
     return y if bias is None else y.add_(bias.to(y.dtype))
 
 
