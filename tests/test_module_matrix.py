@@ -20,9 +20,14 @@ from torch.optim.swa_utils import AveragedModel
 import realizar_torch as rt
 from realizar_torch.packing import LAYOUTS
 
+# one worker per format: it compiles a kernel once
 CELLS = [
-    pytest.param(Cell(fmt, device, layout), marks=marks, id=f"{fmt}-{device}-{layout}")
-    for device, marks in (("cpu", ()), ("cuda", pytest.mark.gpu))
+    pytest.param(
+        Cell(fmt, device, layout),
+        marks=(pytest.mark.xdist_group(fmt), *marks),
+        id=f"{fmt}-{device}-{layout}",
+    )
+    for device, marks in (("cpu", ()), ("cuda", (pytest.mark.gpu,)))
     for layout in LAYOUTS
     for fmt in PACKED
 ]
