@@ -8,7 +8,7 @@ from scripted_model import EOS, VOCAB, MarkovModel
 
 from realizar_torch.errors import RealizarError
 from realizar_torch.generation import graph, loop
-from realizar_torch.generation.sampling import SamplingParams
+from realizar_torch.generation.sampling import SamplingParams, new_seeds, sample, uniforms
 from realizar_torch.nn.kv_cache import KVCache
 
 
@@ -19,6 +19,7 @@ class TableStep:
         self.model, self.cache = model, cache
         self.tokens = torch.zeros(cache.batch_size, dtype=torch.int64)
         self.positions = torch.zeros(cache.batch_size, dtype=torch.int32)
+        self.moving = torch.ones(cache.batch_size, dtype=torch.int32)
         self.logits = torch.zeros(cache.batch_size, VOCAB)
 
     def refresh(self):
@@ -30,7 +31,7 @@ class TableStep:
     def launch(self):
         assert self.positions.tolist() == [self.cache.length] * len(self.tokens)
         self.logits.copy_(self.model.table[self.tokens])
-        self.positions.add_(1)
+        self.positions.add_(self.moving)
 
     def advance(self):
         self.cache.advance(1)
@@ -94,11 +95,11 @@ def test_sampling_equals_the_loop_that_waits(model):
     prompt = torch.tensor([[4, 5], [6, 9]])
     found = generate(model, prompt, 15, eos_token_id=[], generator=torch.Generator().manual_seed(2), **params)
     params.pop("do_sample")
-    generator, ids = torch.Generator().manual_seed(2), prompt
-    for _ in range(15):
+    seeds, ids = new_seeds(2, torch.Generator().manual_seed(2), prompt.device), prompt
+    for step in range(15):
         seen = torch.zeros(2, VOCAB, dtype=torch.bool).scatter_(1, ids, True)
-        logits = model.table[ids[:, -1]]
-        token = graph.sample(logits, SamplingParams(True, **params), seen, generator)
+        uniform = uniforms(seeds, torch.full_like(seeds, step))
+        token = sample(model.table[ids[:, -1]], SamplingParams(True, **params), seen, uniform)
         ids = torch.cat([ids, token[:, None]], 1)
     assert torch.equal(found, ids)
 
@@ -116,4 +117,4 @@ def test_a_generation_begins_without_the_marks_of_the_one_before(model):
     logits = torch.randn(1, VOCAB)
     model.decoder.begin(logits, SamplingParams(repetition_penalty=1.3), cuda_graph=False)
     assert model.decoder.read() == [int(logits.argmax())]
-    assert model.decoder._marks.sum() == 1
+    assert model.decoder._sampling._seen.sum() == 1

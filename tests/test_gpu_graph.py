@@ -138,8 +138,8 @@ def test_a_failed_capture_falls_back_with_one_warning(tmp_path, monkeypatch):
     model.gpu_states.clear()
     work = graph.DecodeGraph._work
 
-    def broken(self, sampling):
-        work(self, sampling)
+    def broken(self):
+        work(self)
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("injected inside the capture")
 

@@ -23,6 +23,10 @@ def random_logits(rows: int = 3, vocab_size: int = 101, seed: int = 0) -> torch.
     return 3 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
+def uniform(rows: int, seed: int) -> torch.Tensor:
+    return torch.rand(rows, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
 def with_ties(logits: torch.Tensor) -> torch.Tensor:
     """Rounded to halves, so that most values occur several times."""
     return (2 * logits).round() / 2
@@ -84,8 +88,7 @@ def test_the_chain_has_transformers_order():
     expected = chain(history, logits).softmax(-1)[0]
     seen = torch.zeros(1, 40, dtype=torch.bool).scatter_(1, history, True)
     draws = 20_000
-    generator = torch.Generator().manual_seed(0)
-    tokens = sample(logits.expand(draws, -1), params, seen.expand(draws, -1), generator)
+    tokens = sample(logits.expand(draws, -1), params, seen.expand(draws, -1), uniform(draws, 0))
     counts = tokens.bincount(minlength=40)
     assert torch.equal(counts > 0, expected > 0)
     # five standard deviations of a binomial count
@@ -97,12 +100,12 @@ def test_the_chain_has_transformers_order():
 def test_draw_follows_the_distribution_and_the_seed():
     logits = random_logits(rows=1, vocab_size=10)
     draws = 20_000
-    tokens = draw(logits.expand(draws, -1), torch.Generator().manual_seed(3))
+    tokens = draw(logits.expand(draws, -1), uniform(draws, 3))
     expected = logits.softmax(-1)[0]
     deviation = (draws * expected * (1 - expected)).sqrt()
     assert torch.all((tokens.bincount(minlength=10) - draws * expected).abs() <= 5 * deviation)
-    again = draw(logits.expand(draws, -1), torch.Generator().manual_seed(3))
-    other = draw(logits.expand(draws, -1), torch.Generator().manual_seed(4))
+    again = draw(logits.expand(draws, -1), uniform(draws, 3))
+    other = draw(logits.expand(draws, -1), uniform(draws, 4))
     assert torch.equal(tokens, again)
     assert not torch.equal(tokens, other)
 
@@ -110,14 +113,14 @@ def test_draw_follows_the_distribution_and_the_seed():
 def test_draw_never_takes_a_removed_token():
     logits = torch.full((5000, 9), -math.inf)
     logits[:, 4], logits[:, 6] = 0.0, -1.0
-    tokens = draw(logits, torch.Generator().manual_seed(0))
+    tokens = draw(logits, uniform(5000, 0))
     assert set(tokens.tolist()) == {4, 6}
 
 
-@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (0.5, 3), (1 - 2**-53, 3)])
-def test_draw_at_the_ends_of_the_interval(monkeypatch, uniform, token):
-    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, uniform, dtype=torch.float64))
-    assert draw(torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]]), None).tolist() == [token]
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.5, 3), (1 - 2**-53, 3)])
+def test_draw_at_the_ends_of_the_interval(number, token):
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]])
+    assert draw(logits, torch.tensor([[number]], dtype=torch.float64)).tolist() == [token]
 
 
 def test_greedy_takes_the_first_maximum_and_leaves_the_logits_alone():
@@ -133,7 +136,7 @@ def test_greedy_takes_the_first_maximum_and_leaves_the_logits_alone():
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-45, 2e-38, 1e-6])
 def test_cold_sampling_is_greedy_without_nan(temperature):
     logits = random_logits(rows=50, seed=9) * 100
-    tokens = sample(logits, SamplingParams(True, temperature), None, torch.Generator().manual_seed(0))
+    tokens = sample(logits, SamplingParams(True, temperature), None, uniform(50, 0))
     assert torch.equal(tokens, logits.argmax(-1))
 
 
@@ -146,7 +149,7 @@ def test_rows_without_a_distribution_are_marked_and_no_other(do_sample):
     logits[2] = -math.inf
     logits[3, 5] = math.inf
     params = SamplingParams(do_sample, top_k=1, top_p=0.9, min_p=0.1)
-    assert sample(logits, params, None, torch.Generator().manual_seed(0)).tolist() == [-1] * 4 + expected
+    assert sample(logits, params, None, uniform(6, 0)).tolist() == [-1] * 4 + expected
 
 
 @pytest.mark.parametrize(
@@ -173,12 +176,3 @@ def test_values_out_of_range_are_refused_by_name(wrong):
     with pytest.raises(FormatError, match=name) as caught:
         SamplingParams(**wrong)
     assert repr(value) in str(caught.value)
-
-
-def test_given_uniforms_choose_as_a_generator_does() -> None:
-    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(3))
-    logits[2, 4], logits[3, 9], logits[4] = math.nan, math.inf, -math.inf
-    params = SamplingParams(True, 0.7, top_k=9, top_p=0.8)
-    uniform = torch.rand(7, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    expected = sample(logits, params, None, torch.Generator().manual_seed(5))
-    assert torch.equal(sample(logits, params, None, None, uniform=uniform), expected)

@@ -38,7 +38,7 @@ class GpuStep:
 
     It holds views of the cache and the workspace, and the weights themselves: build a new one when any of
     them may have moved. The residual stream is fp32. ``tokens`` int64 [B] is what the next step reads;
-    ``counters`` int32 [2, B] are the position it writes to and the length that attention then sees.
+    ``positions`` int32 [B] are where it goes, and rise by ``moving``, 1 or 0 for a row that stands still.
     """
 
     def __init__(self, model: Transformer, cache: KVCache, workspace: Workspace):
@@ -57,6 +57,7 @@ class GpuStep:
         self._groups = [slice(i, min(i + MATVEC_ROWS, batch)) for i in range(0, batch, MATVEC_ROWS)]
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=self._device)
         self.positions = torch.zeros(batch, dtype=torch.int32, device=self._device)
+        self.moving = torch.ones(batch, dtype=torch.int32, device=self._device)
         self._position = -1
         self._stream = self._view(workspace.hidden, config.hidden_size)
         self._qkv = self._view(workspace.qkv, config.q_dim + 2 * config.kv_dim)
@@ -123,7 +124,7 @@ class GpuStep:
         for index, layer in enumerate(self._layers):
             addition = self._block(index, layer, addition)
         self._linear(self._head, self._norm(self._final_norm, addition), self.logits)
-        self.positions.add_(1)
+        self.positions.add_(self.moving)
 
     def _block(self, index: int, layer: Block, addition: Tensor | None) -> Tensor | None:
         """One layer. ``addition``: what its first norm adds to the residual stream; returns the next one."""

@@ -1,6 +1,5 @@
 """DecodeGraph: the decode step of a batch and the choice of its next tokens, captured once and replayed."""
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,8 @@ from torch import Tensor
 from realizar_torch.caller import warn_caller
 from realizar_torch.errors import BackendUnavailableError
 from realizar_torch.generation.gpu_step import GpuStep, why_not
-from realizar_torch.generation.sampling import SamplingParams, sample
+from realizar_torch.generation.row_sampling import RowSampling
+from realizar_torch.generation.sampling import SamplingParams, new_seeds
 from realizar_torch.generation.workspace import Workspace
 from realizar_torch.metrics import RECORDING
 from realizar_torch.nn.kv_cache import KVCache
@@ -32,8 +32,11 @@ class DecodeGraph:
     """Steps of ``batch_size`` sequences that run ahead of the host; nothing in a step waits for it.
 
     Fill ``cache`` by a forward pass of the model, call ``begin`` with the last logits, then ``issue`` a step
-    and ``read`` the tokens of the one before. Each set of sampling parameters has a graph of its own. It
-    holds addresses of the model's weights, the cache and the workspace: make a new one when any has moved.
+    and ``read`` the tokens of the one before. Sampling parameters are data: there is a graph that takes the
+    highest logits and one that does all else. It holds addresses of the model's weights, the cache and the
+    workspace: make a new one when any has moved.
+
+    Rows may also be placed one by one, each at a position of its own: ``place``, and then ``issue_rows``.
 
     max_seq_len: positions of the cache; None is the model's own. BackendUnavailableError where the step
     cannot run on GPU kernels.
@@ -62,19 +65,17 @@ class DecodeGraph:
 
         self.cache, self.step = cache, GpuStep(model, cache, workspace)
         device = self.step.tokens.device
-        self._graphs: dict[SamplingParams, torch.cuda.CUDAGraph] = {}
+        # by whether every row takes the highest logit as it is
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        self._uniform = torch.zeros(batch_size, 1, dtype=torch.float64, device=device)
         self._scratch = highest_scratch(batch_size, device)
-        self._marks = torch.zeros(batch_size, config.vocab_size, dtype=torch.bool, device=device)
+        self._sampling = RowSampling(batch_size, config.vocab_size, device)
         # The host reads a step's tokens while the next step runs, so there are two places for them.
         pinned = device.type == "cuda"
         self._host_tokens = torch.zeros(2, batch_size, dtype=torch.int64, pin_memory=pinned)
         self._sent = (torch.cuda.Event(), torch.cuda.Event())
         self._issued = self._read = 0
-        self._sampling = SamplingParams()
-        self._generator: torch.Generator | None = None
         self._wanted: bool | str = "auto"
         self._captures = self._replays = self._eager_steps = 0
         self._fallback: str | None = None
@@ -97,33 +98,57 @@ class DecodeGraph:
         seen: bool [B, V], tokens that a repetition penalty acts on. cuda_graph: False issues the same
         launches one by one; True makes a failed capture an error.
         """
-        self._sampling, self._generator = sampling or SamplingParams(), generator
+        sampling = sampling or SamplingParams()
+        seeds = None if sampling.greedy else new_seeds(logits.shape[0], generator, logits.device)
+        self._sampling.fill(sampling, seeds, seen)
         self._wanted = cuda_graph
-        if seen is None:
-            self._marks.zero_()
-        else:
-            self._marks.copy_(seen)
         self.step.refresh()
         self._issued = self._read = 0
-        self._draw()
-        self._choose(logits.contiguous(), self._sampling)
+        self._choose(logits.contiguous())
         self._send()
 
     def issue(self) -> None:
         """Starts the step behind the last one. CacheFullError where the cache has no free position."""
         self.cache.require(1)
         self.step.place()
-        graph = self._graph() if self._wanted is not False else None
-        self._draw()
-        run = functools.partial(self._work, self._sampling) if graph is None else graph.replay
-        metrics = RECORDING.get()
-        if metrics is None:
-            run()
-        else:
-            observe(metrics, "decode_step", "cuda", run)
-        self._eager_steps += graph is None
-        self._replays += graph is not None
+        self._launch()
         self.step.advance()
+        self._send()
+
+    def begin_rows(self, *, cuda_graph: bool | str = "auto") -> None:
+        """Makes every row idle: it computes at position 0 of its cache until ``place`` gives it work."""
+        self.finish()
+        self._wanted = cuda_graph
+        self._sampling.fill(SamplingParams(), None, None)
+        for state in (self.step.tokens, self.step.positions, self.step.moving):
+            state.zero_()
+        self._issued = self._read = 0
+
+    def place(
+        self,
+        row: int,
+        token: int,
+        position: int,
+        sampling: SamplingParams,
+        seed: int,
+        chosen: int,
+        seen: Tensor | None,
+    ) -> None:
+        """The next step puts ``token`` at ``position`` of ``row``, behind what the cache holds of it.
+
+        seed, chosen, seen: see RowSampling. The caller keeps the row's position within the cache.
+        """
+        self._sampling.set_row(row, sampling, seed, chosen, seen)
+        self._put(row, token, position, 1)
+
+    def clear(self, row: int) -> None:
+        """Makes a row idle again."""
+        self._sampling.set_row(row, SamplingParams(), 0, 0)
+        self._put(row, 0, 0, 0)
+
+    def issue_rows(self) -> None:
+        """Starts a step of every row at its own position, which no host counts."""
+        self._launch()
         self._send()
 
     def read(self) -> list[int]:
@@ -138,27 +163,34 @@ class DecodeGraph:
         if self._issued:
             self._sent[(self._issued - 1) % 2].synchronize()
 
-    def _work(self, sampling: SamplingParams) -> None:
+    def _put(self, row: int, token: int, position: int, moving: int) -> None:
+        self.step.tokens[row].fill_(token)
+        self.step.positions[row].fill_(position)
+        self.step.moving[row].fill_(moving)
+
+    def _launch(self) -> None:
+        graph = self._graph() if self._wanted is not False else None
+        run = self._work if graph is None else graph.replay
+        metrics = RECORDING.get()
+        if metrics is None:
+            run()
+        else:
+            observe(metrics, "decode_step", "cuda", run)
+        self._eager_steps += graph is None
+        self._replays += graph is not None
+
+    def _work(self) -> None:
         """What a graph holds: tokens -> logits -> next tokens."""
         self.step.launch()
-        self._choose(self.step.logits, sampling)
+        self._choose(self.step.logits)
 
-    def _choose(self, logits: Tensor, sampling: SamplingParams) -> None:
+    def _choose(self, logits: Tensor) -> None:
         from realizar_torch.triton_kernels.highest import take_highest
 
-        penalized = sampling.repetition_penalty != 1
-        if sampling.greedy and not penalized:
+        if self._sampling.plain:
             take_highest(logits, self.step.tokens, self._scratch)
-            return
-        tokens = sample(logits, sampling, self._marks if penalized else None, None, uniform=self._uniform)
-        self.step.tokens.copy_(tokens)
-        if penalized:
-            self._marks.scatter_(1, tokens.clamp_min(0).unsqueeze(1), True)
-
-    def _draw(self) -> None:
-        """The random numbers of a step, drawn in front of it: a graph then needs no generator of its own."""
-        if not self._sampling.greedy:
-            torch.rand(self._uniform.shape, dtype=torch.float64, generator=self._generator, out=self._uniform)
+        else:
+            self.step.tokens.copy_(self._sampling.choose(logits))
 
     def _send(self) -> None:
         slot = self._issued % 2
@@ -167,11 +199,12 @@ class DecodeGraph:
         self._issued += 1
 
     def _graph(self) -> torch.cuda.CUDAGraph | None:
-        """The graph for the sampling in use, captured on first use; None after a capture has failed."""
-        graph = self._graphs.get(self._sampling)
+        """The graph for the rows' sampling, captured on first use; None after a capture has failed."""
+        plain = self._sampling.plain
+        graph = self._graphs.get(plain)
         if graph is None and self._fallback is None:
             try:
-                graph = self._graphs[self._sampling] = self._capture(self._sampling)
+                graph = self._graphs[plain] = self._capture()
             except RuntimeError as error:
                 self._fallback = str(error).splitlines()[0]
                 # the failed capture's memory goes with its pool
@@ -182,16 +215,16 @@ class DecodeGraph:
             raise BackendUnavailableError(f"cuda_graph=True, but the capture failed: {self._fallback}")
         return graph
 
-    def _capture(self, sampling: SamplingParams) -> torch.cuda.CUDAGraph:
+    def _capture(self) -> torch.cuda.CUDAGraph:
         """Runs the step once, so that everything is compiled, puts its state back, and captures it."""
-        states = (self.step.tokens, self.step.positions, self._marks)
+        states = (self.step.tokens, self.step.positions, *self._sampling.state)
         with torch.cuda.device(self.step.tokens.device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 saved = [state.clone() for state in states]
                 try:
-                    self._work(sampling)
+                    self._work()
                 finally:
                     # also after a failure: steps without a graph go on from here
                     for state, value in zip(states, saved, strict=True):
@@ -202,6 +235,6 @@ class DecodeGraph:
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
-                self._work(sampling)
+                self._work()
         self._captures += 1
         return graph

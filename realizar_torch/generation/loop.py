@@ -10,7 +10,7 @@ import torch
 from realizar_torch.errors import RealizarError
 from realizar_torch.generation.options import Options, check_keywords
 from realizar_torch.generation.request import Request, make_request
-from realizar_torch.generation.sampling import sample
+from realizar_torch.generation.sampling import new_seeds, sample, uniforms
 from realizar_torch.generation.step import decode_step, new_state, prefill
 from realizar_torch.generation.stopping import RowStop
 from realizar_torch.metrics import GenerationMetrics
@@ -117,9 +117,13 @@ class Decoding:
         self, state: Any, logits: torch.Tensor, seen: torch.Tensor | None
     ) -> Iterator[list[int]]:
         model, request = self._model, self._request
+        seeds = None
+        if not request.sampling.greedy:
+            seeds = new_seeds(len(self.rows), request.generator, logits.device)
         for step in range(request.max_new_tokens):
             with torch.inference_mode():
-                tokens = sample(logits, request.sampling, seen, request.generator)
+                uniform = None if seeds is None else uniforms(seeds, torch.full_like(seeds, step))
+                tokens = sample(logits, request.sampling, seen, uniform)
             chosen = self._follow(tokens.tolist(), step)
             if step + 1 == request.max_new_tokens:
                 self._end_at_length()

@@ -75,7 +75,8 @@ def keep_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 def keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Removes every token above which the more likely ones already hold a probability of ``top_p`` or more.
+    """Removes every token above which the more likely ones already hold a probability of ``top_p`` or more;
+    ties with the least likely one that stays stay.
 
     The most likely token always stays. Holtzman et al. 2019, arXiv:1904.09751, section 3.1.
     """
@@ -84,7 +85,7 @@ def keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     width = min(_NUCLEUS_GUESS, vocab_size) if logits.device.type == "cpu" else vocab_size
     log_total = logits.logsumexp(-1, keepdim=True)
     while True:
-        candidates, ids = logits.topk(width)
+        candidates = logits.topk(width).values
         probabilities = (candidates - log_total).exp()
         mass_above = probabilities.cumsum(-1) - probabilities
         if width == vocab_size or bool((mass_above[:, -1] >= top_p).all()):
@@ -92,7 +93,8 @@ def keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
         width = vocab_size
     removed = mass_above >= top_p
     removed[:, 0] = False
-    return torch.full_like(logits, -math.inf).scatter(1, ids, candidates.masked_fill(removed, -math.inf))
+    smallest_kept = candidates.masked_fill(removed, math.inf).amin(-1, keepdim=True)
+    return logits.masked_fill(logits < smallest_kept, -math.inf)
 
 
 def keep_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
@@ -101,19 +103,46 @@ def keep_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
     return logits.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), -math.inf)
 
 
-def draw(
-    logits: torch.Tensor, generator: torch.Generator | None, uniform: torch.Tensor | None = None
-) -> torch.Tensor:
-    """One token per row, int64 [B], with probability softmax(logits): inverse transform of one uniform per
-    row, drawn from ``generator`` or given (float64 [B, 1]).
+def new_seeds(rows: int, generator: torch.Generator | None, device: torch.device) -> torch.Tensor:
+    """A seed per row, int64 [rows] on ``device``, from the generator or torch's default one there."""
+    return torch.randint(2**63 - 1, (rows,), generator=generator, device=device)
+
+
+def uniforms(seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """The random number of each row's step 0, 1 …, float64 [B, 1] in [0, 1), of seed and step alone.
+
+    Output ``step`` of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195) from the state
+    mix(seed): neighbouring seeds give unrelated sequences. seeds, steps: int64 [B].
+    """
+    bits = _mixed(_mixed(seeds) + (steps + 1) * _signed(0x9E3779B97F4A7C15))
+    return (_shifted(bits, 11).double() * 2.0**-53).unsqueeze(1)
+
+
+def _mixed(z: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finalizer on the 64 bits of each int64."""
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """z >> bits without the sign, which torch's shift of int64 would copy."""
+    return (z >> bits) & (2 ** (64 - bits) - 1)
+
+
+def _signed(value: int) -> int:
+    """The int64 of the same 64 bits."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """One token per row, int64 [B], with probability softmax(logits): inverse transform of ``uniform``,
+    float64 [B, 1] in [0, 1).
 
     The distribution function is summed in float64, so that even a token of probability 1e-12 gets its share;
     a removed token adds nothing to it and cannot be drawn.
     """
-    distribution = logits.softmax(-1).double().cumsum(-1)
-    if uniform is None:
-        shape = (logits.shape[0], 1)
-        uniform = torch.rand(shape, dtype=torch.float64, device=logits.device, generator=generator)
+    distribution = (logits - logits.amax(-1, keepdim=True)).exp().double().cumsum(-1)
     token = torch.searchsorted(distribution, uniform * distribution[:, -1:], right=True).squeeze(1)
     return token.clamp_max(logits.shape[-1] - 1)
 
@@ -122,21 +151,20 @@ def sample(
     logits: torch.Tensor,
     params: SamplingParams,
     seen: torch.Tensor | None,
-    generator: torch.Generator | None,
-    *,
-    uniform: torch.Tensor | None = None,
+    uniform: torch.Tensor | None,
 ) -> torch.Tensor:
     """The next token of every row, int64 [B], or -1 where the row's highest logit is NaN or infinite.
 
     logits: float32 [B, V], left as they are. seen: bool [B, V], the tokens that ``repetition_penalty`` acts
-    on; may be None when the penalty is 1. uniform: see ``draw``. Greedy takes the first of equal maxima.
-    Nothing here waits for a GPU, which is why a row without a usable distribution is marked and not raised:
-    the caller reads the tokens anyway.
+    on; may be None when the penalty is 1. uniform: see ``draw``; may be None when greedy, which takes the
+    first of equal maxima. Nothing here waits for a GPU, which is why a row without a usable distribution is
+    marked and not raised: the caller reads the tokens anyway.
     """
     if params.repetition_penalty != 1 and seen is not None:
         logits = penalize_repetition(logits, seen, params.repetition_penalty)
     highest, token = logits.max(-1, keepdim=True)
     if not params.greedy:
+        assert uniform is not None
         # Shifting by the maximum changes no probability and keeps tiny temperatures finite.
         logits = (logits - highest) / params.temperature
         if params.top_k:
@@ -145,5 +173,5 @@ def sample(
             logits = keep_top_p(logits, params.top_p)
         if params.min_p:
             logits = keep_min_p(logits, params.min_p)
-        token = draw(logits, generator, uniform).unsqueeze(1)
+        token = draw(logits, uniform).unsqueeze(1)
     return torch.where(highest.isfinite(), token, -1).squeeze(1)
