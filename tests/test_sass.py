@@ -33,8 +33,10 @@ def test_nothing_moves_between_threads_inside_a_loop() -> None:
         assert not loop.keys() & {"BAR", "SHFL", "LDS", "STS"}, (name, loop)
         # one dp4a for four weights
         assert loop["IDP"] >= 16, (name, loop)
-        # 2.1 instructions per weight as measured, and some room for other compilers
-        assert sum(loop.values()) <= 3 * 4 * loop["IDP"], (name, sum(loop.values()), loop["IDP"])
+        # 1.3 to 2.0 instructions per weight as measured, and some room for other compilers
+        assert sum(loop.values()) <= 2.5 * 4 * loop["IDP"], (name, sum(loop.values()), loop["IDP"])
+        # quants, headers and activations come 16 bytes at a time: one by one they would be twice as many
+        assert loop["LDG"] <= 0.8 * loop["IDP"], (name, loop)
 
 
 def test_rows_of_one_block_compile_in_every_format() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from realizar_torch.formats import get_packed_format
-from realizar_torch.triton_kernels.blocks import planes, units
+from realizar_torch.triton_kernels.blocks import planes, planes_per_scale, units
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,13 @@ def choose(
     """
     per_block = units(fmt)
     blocks = get_packed_format(fmt).blocks(in_features)
-    # four planes a unit fill twice the registers of two
-    wide = planes(fmt) == 4
+    # a scale for every 16 of a unit's 64 weights takes the most registers
+    wide = planes(fmt) == 4 and planes_per_scale(fmt) == 1
     warps = 8 if wide and in_features > 8192 and activations == "int8" else 2
     while warps > 1 and blocks * per_block < 32 * warps:
+        warps //= 2
+    # an idle part of the last loop step costs more than one step more
+    while warps > 1 and not wide and blocks * per_block % (32 * warps):
         warps //= 2
     step = min(max(1, 32 * warps // per_block), _power_of_two_at_least(blocks))
     per_program = 2 if wide or pair or activations == "float" else 4
@@ -42,6 +45,26 @@ def choose(
     if batch > 4 or (batch > 2 and activations == "float"):
         per_program = 1
     return Launch(min(per_program, _power_of_two_at_least(rows)), step, warps)
+
+
+@dataclass(frozen=True)
+class MatmulLaunch:
+    """``tiles`` (1 or 2) of 16 weight rows and ``columns`` times eight activation vectors per program; its
+    warps share out K."""
+
+    tiles: int
+    columns: int
+    warps: int
+
+
+def choose_matmul(fmt: str, rows: int, in_features: int, batch: int) -> MatmulLaunch:
+    """The launch shape of a tensor-core product of ``rows`` × ``in_features`` packed weights with ``batch``
+    vectors.
+    """
+    steps = -(-get_packed_format(fmt).blocks(in_features) * get_packed_format(fmt).block_size // 256)
+    columns = min(-(-batch // 8), 4)
+    warps = min(8 if rows <= 8192 else 4, _power_of_two_at_least(steps))
+    return MatmulLaunch(1, columns, warps)
 
 
 @dataclass(frozen=True)
@@ -86,3 +109,21 @@ def choose_chunk(rows: int, in_features: int, itemsize: int) -> int:
     most = max(1, CHUNK_BYTES // (in_features * itemsize))
     even = -(-rows // -(-rows // most))
     return min(most, -(-even // 128) * 128)
+
+
+@dataclass(frozen=True)
+class PromptAttentionLaunch:
+    """``rows`` queries per program against ``step`` keys at a time, ``stages`` steps in flight."""
+
+    rows: int
+    step: int
+    stages: int
+    warps: int
+
+
+def choose_prompt_attention(lanes: int, itemsize: int) -> PromptAttentionLaunch:
+    """The launch shape of prompt attention for heads of ``lanes`` elements of ``itemsize`` bytes."""
+    if itemsize > 2:
+        # fp32 products run on no matrix unit; this one is for exactness
+        return PromptAttentionLaunch(16, 32, 1, 4)
+    return PromptAttentionLaunch(128, 64, 3, 8) if lanes <= 128 else PromptAttentionLaunch(64, 32, 2, 4)

@@ -18,6 +18,7 @@ from realizar_torch.triton_kernels.blocks import (
     has_minimum,
     has_sub_scales,
     lift,
+    planes_per_scale,
     signed_quants,
     units,
     zero_point,
@@ -36,12 +37,14 @@ def load_unit(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.cons
     each = block + unit // units(FMT)
     if FMT == "Q4_K" or FMT == "Q5_K":
         header = load_words(row, field(each, blocks, FMT, "d", False), mask, ALIGN)
-        quants = load_words(row, field(block, blocks, FMT, "qs", False) + 16 * unit, mask, ALIGN)
+        qs = field(block, blocks, FMT, "qs", False) + 32 * unit
+        first, second = load_words(row, qs, mask, ALIGN), load_words(row, qs + 16, mask, ALIGN)
         if FMT == "Q4_K":
-            return quants, header
+            return first, second, header
         else:
-            bits = load_words(row, field(block, blocks, FMT, "qh", False) + 16 * (unit % 2), mask, ALIGN)
-            return quants, header, bits
+            qh = field(each, blocks, FMT, "qh", False)
+            bits = load_words(row, qh, mask, ALIGN)
+            return first, second, header, bits, load_words(row, qh + 16, mask, ALIGN)
     else:
         d = load_half(row, field(each, blocks, FMT, "d", PLANAR), mask)
         if FMT == "Q6_K":
@@ -77,8 +80,11 @@ def load_unit(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.cons
             elif FMT == "Q5_1":
                 bits = load_word(row, field(each, blocks, FMT, "qh", PLANAR), mask, ALIGN)
                 return quants, d, bits, load_half(row, field(each, blocks, FMT, "m", PLANAR), mask)
+            elif FMT == "Q8_0":
+                qs = field(block, blocks, FMT, "qs", PLANAR) + 16
+                return quants, d, load_words(row, qs, mask, ALIGN)
             else:
-                tl.static_assert(FMT == "Q4_0" or FMT == "Q8_0")
+                tl.static_assert(FMT == "Q4_0")
                 return quants, d
 
 
@@ -86,15 +92,15 @@ def load_unit(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.cons
 def decode_unit(raw, unit, FMT: tl.constexpr):
     """(words, s, m, d, dmin) of what ``load_unit`` read; s and m are empty where all are 1.
 
-    words, s and m are tuples of P tensors: words ``[rows, lanes, 4]`` int32, s and m int32, d and dmin
-    fp32 ``[rows, lanes]``. Without a minimum dmin is d.
+    words is a tuple of P int32 tensors ``[rows, lanes, 4]``, s and m of an int32 ``[rows, lanes]`` per scale; d
+    and dmin are fp32 ``[rows, lanes]``. Without a minimum dmin is d.
     """
     if FMT == "Q4_0" or FMT == "Q4_1" or FMT == "Q5_0" or FMT == "Q5_1":
         return _legacy(raw, FMT)
     elif FMT == "Q8_0":
-        # w = d*q. Bytes: d f16, 32 int8; unit u holds weights 16u to 16u+15
+        # w = d*q. Bytes: d f16, 32 int8
         d = raw[1].to(tl.float32)
-        return (raw[0],), (), (), d, d
+        return (raw[0], raw[2]), (), (), d, d
     elif FMT == "Q2_K":
         return _q2_k(raw, unit)
     elif FMT == "Q3_K":
@@ -184,20 +190,21 @@ def _q45_k(raw, unit, FMT: tl.constexpr):
     Sub-blocks s < 4: sc = a[s] & 63, m = b[s] & 63; above: sc = e[s-4] & 15 | a[s-4] >> 6 << 4, m = e[s-4] >>
     4 | b[s-4] >> 6 << 4, where a, b, e are the three words of the packed scales.
     """
-    c = unit // 2
-    quants = raw[0]
-    header, a, b, e = split_words(raw[1])
-    low = quants & 0x0F0F0F0F
-    if FMT == "Q5_K":
-        bits = raw[2] >> tl.expand_dims(2 * c, -1)
-        low |= (bits & 0x01010101) << 4
-        high = ((quants >> 4) & 0x0F0F0F0F) | ((bits & 0x02020202) << 3)
-    else:
-        high = quants & -0x0F0F0F10
+    header, a, b, e = split_words(raw[2])
+    low, high = (), ()
+    for half in tl.static_range(2):
+        quants = raw[half]
+        if FMT == "Q5_K":
+            bits = raw[3 + half] >> tl.expand_dims(2 * unit, -1)
+            low = low + ((quants & 0x0F0F0F0F) | ((bits & 0x01010101) << 4),)  # noqa: RUF005
+            high = high + (((quants >> 4) & 0x0F0F0F0F) | ((bits & 0x02020202) << 3),)  # noqa: RUF005
+        else:
+            low = low + (quants & 0x0F0F0F0F,)  # noqa: RUF005
+            high = high + (quants & -0x0F0F0F10,)  # noqa: RUF005
     # Two neighbouring sub-blocks at once; where the upper half of the block has two parts, the lower has a
     # zero mask.
-    upper = c >= 2
-    shift = (c % 2) * 16
+    upper = unit >= 2
+    shift = (unit % 2) * 16
     mask_low = tl.where(upper, 0x0F0F, 0x3F3F)
     mask_top = tl.where(upper, 0x3030, 0)
     scales = (tl.where(upper, e, a) >> shift) & mask_low | ((a >> (shift + 2)) & mask_top)
@@ -206,7 +213,7 @@ def _q45_k(raw, unit, FMT: tl.constexpr):
     )
     d = (header & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     dmin = (header >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return (low, high), (scales & 0xFF, scales >> 8), (minimums & 0xFF, minimums >> 8), d, dmin
+    return low + high, (scales & 0xFF, scales >> 8), (minimums & 0xFF, minimums >> 8), d, dmin
 
 
 @triton.jit
@@ -234,6 +241,7 @@ def _q6_k(raw, unit):
 @triton.jit
 def word_weights(word, s, m, d, dmin, plane: tl.constexpr, FMT: tl.constexpr):
     """fp32 weights ``[rows, lanes, 4]`` of one word of each lane; s and m as ``decode_unit`` gives them."""
+    SCALE: tl.constexpr = plane // planes_per_scale(FMT)
     shift = 8 * tl.arange(0, 4)
     word = tl.expand_dims(word, -1)
     if signed_quants(FMT):
@@ -243,9 +251,9 @@ def word_weights(word, s, m, d, dmin, plane: tl.constexpr, FMT: tl.constexpr):
     scale = d * (1.0 / lift(FMT, plane))
     minimum = dmin
     if has_sub_scales(FMT):
-        scale = scale * s[plane].to(tl.float32)
+        scale = scale * s[SCALE].to(tl.float32)
         if has_minimum(FMT):
-            minimum = minimum * m[plane].to(tl.float32)
+            minimum = minimum * m[SCALE].to(tl.float32)
     weights = tl.expand_dims(scale, -1) * quants.to(tl.float32)
     if has_minimum(FMT):
         weights = weights - tl.expand_dims(minimum, -1)

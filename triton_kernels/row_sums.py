@@ -11,10 +11,12 @@ import triton.language as tl
 from realizar_torch.triton_kernels.blocks import (
     block_size,
     group_of,
+    groups_ahead,
     has_minimum,
     has_sub_scales,
     lift,
     planes,
+    planes_per_scale,
     signed_quants,
     units,
     zero_point,
@@ -66,9 +68,9 @@ def load_tile(
 
 
 @triton.jit
-def load_activations(pointer, mask):
-    """Four consecutive words of int8 activations: ``[1, lanes, 4]``."""
-    words = tl.expand_dims(pointer, -1) + tl.arange(0, 4)
+def load_activations(pointer, mask, OFFSET: tl.constexpr):
+    """Four consecutive words of int8 activations, OFFSET words ahead: ``[1, lanes, 4]``."""
+    words = tl.expand_dims(pointer, -1) + tl.arange(0, 4) + OFFSET
     if mask is None:
         return tl.load(words)
     else:
@@ -94,10 +96,11 @@ def add_int8(
 ):  # fmt: skip
     """``total`` (groups × M) plus a tile times the int8 activations.
 
-    One plane of 16 weights adds  d * s * (xscale / lift * Σ q·xq - zero * xsums) - dmin * m * xsums. xq ``[M,
+    The weights of one scale add  d * s * (xscale / lift * Σ q·xq - zero * xsums) - dmin * m * xsums. xq ``[M,
     blocks * block_size / 4]`` int32 words, xscale one per 32, xsums one per 16.
     """
     GROUPS: tl.constexpr = block_size(FMT) // 16
+    SHARED: tl.constexpr = planes_per_scale(FMT)
     block, unit = lane_position(first, FMT, CB)
     if WHOLE:
         mask = None
@@ -106,35 +109,42 @@ def add_int8(
     decoded = ()
     for g in tl.static_range(len(raw)):
         decoded = decoded + (decode_unit(raw[g], unit, FMT),)  # noqa: RUF005
+    first_group = block * GROUPS + group_of(unit, 0, FMT)
     for m in tl.static_range(M):
         scaled = zeros(len(raw), total[0].shape[0], total[0].shape[1])
         shifted = scaled
-        for p in tl.static_range(planes(FMT)):
-            at = block * GROUPS + group_of(unit, p, FMT) + m * (blocks * GROUPS)
-            x0, x1, x2, x3 = split_words(load_activations(xq + at * 4, mask))
-            xs = load_scalar(xscale, at // 2, mask) * (1.0 / lift(FMT, p))
+        at = first_group + m * (blocks * GROUPS)
+        for i in tl.static_range(planes(FMT) // SHARED):
+            x = ()
+            for p in tl.static_range(SHARED):
+                words = load_activations(xq + at * 4, mask, 4 * groups_ahead(FMT, i * SHARED + p))
+                x = x + split_words(words)
+            ahead = groups_ahead(FMT, i * SHARED)
+            xs = load_scalar(xscale, at // 2, mask, ahead // 2) * (1.0 / lift(FMT, i * SHARED))
             if zero_point(FMT) != 0 or has_minimum(FMT):
-                sums = load_scalar(xsums, at, mask)
+                sums = load_scalar(xsums, at, mask, ahead)
+                if SHARED == 2:
+                    sums += load_scalar(xsums, at, mask, ahead + 1)
             for g in tl.static_range(len(raw)):
                 words, s, minimum, d, dmin = decoded[g]
-                w0, w1, w2, w3 = split_words(words[p])
-                dot = dp4a(w0, x0, tl.zeros_like(w0), signed_quants(FMT))
-                dot = dp4a(w1, x1, dot, signed_quants(FMT))
-                dot = dp4a(w2, x2, dot, signed_quants(FMT))
-                dot = dp4a(w3, x3, dot, signed_quants(FMT))
+                dot = tl.zeros_like(d).to(tl.int32)
+                for p in tl.static_range(SHARED):
+                    w = split_words(words[i * SHARED + p])
+                    for j in tl.static_range(4):
+                        dot = dp4a(w[j], x[4 * p + j], dot, signed_quants(FMT))
                 if zero_point(FMT) != 0:
                     term = dot.to(tl.float32) * xs - sums * zero_point(FMT)
                     if has_sub_scales(FMT):
-                        term = s[p].to(tl.float32) * term
+                        term = s[i].to(tl.float32) * term
                 elif has_sub_scales(FMT):
-                    # below 2^24 times the plane's lift, and a multiple of it: exact in fp32
-                    term = (dot * s[p]).to(tl.float32) * xs
+                    # below 2^24 times the lift, and a multiple of it: exact in fp32
+                    term = (dot * s[i]).to(tl.float32) * xs
                 else:
                     term = dot.to(tl.float32) * xs
                 scaled = replace(scaled, g, scaled[g] + term)
                 if has_minimum(FMT):
                     if has_sub_scales(FMT):
-                        shifted = replace(shifted, g, shifted[g] + minimum[p].to(tl.float32) * sums)
+                        shifted = replace(shifted, g, shifted[g] + minimum[i].to(tl.float32) * sums)
                     else:
                         shifted = replace(shifted, g, shifted[g] + sums)
         for g in tl.static_range(len(raw)):
