@@ -5,8 +5,6 @@ Per head: ``s_t = scale * q · k_t``, softly capped ``cap * tanh(s_t / cap)`` wh
 once for all of them.
 """
 
-import math
-
 import numpy as np
 
 from realizar_torch.cpu_kernels.jit import jit
@@ -14,7 +12,7 @@ from realizar_torch.cpu_kernels.matmul_float import dot_products
 from realizar_torch.cpu_kernels.memory import fetch_add_i64, load_f32, load_i64, store_f32
 from realizar_torch.cpu_kernels.simd import fma, load_f32x16, splat_f32x16, sum_f32x16
 from realizar_torch.cpu_kernels.small_matrices import multiply_rows
-from realizar_torch.cpu_kernels.step_vectors import exponentials, scale_row
+from realizar_torch.cpu_kernels.step_vectors import cap_row, exponentials, scale_row
 
 _LANES = 16
 
@@ -49,9 +47,8 @@ def attend(queries, keys, values, outputs, scores, heads, head_dim, length, scal
     for h in range(heads):
         row = scores + h * row_bytes
         scale_row(row, length, scale)
-        if softcap != 0:
-            for t in range(length):
-                store_f32(row, softcap * np.float32(math.tanh(load_f32(row, 4 * t) / softcap)), 4 * t)
+        if softcap:
+            cap_row(row, length, softcap)
         scale_row(row, length, np.float32(1) / exponentials(row, length))
     whole = head_dim // _LANES * _LANES
     multiply_rows(scores, row_bytes, heads, values, size, whole, length, outputs, size, 0)

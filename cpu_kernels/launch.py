@@ -21,7 +21,7 @@ from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.matmul_int8 import STATE_BYTES, matmul_int8_tiles
 from realizar_torch.cpu_kernels.matvec import gate_up_tiles, matvec_tiles
 from realizar_torch.cpu_kernels.memory import store_i64
-from realizar_torch.cpu_kernels.program import GELU_TANH, SILU
+from realizar_torch.cpu_kernels.program import GELU, GELU_TANH, SILU
 from realizar_torch.cpu_kernels.quantize import BLOCK, quantize_vectors
 from realizar_torch.cpu_kernels.rows_of_table import decode_table_rows
 from realizar_torch.cpu_kernels.vectors import Vectors, check_vectors
@@ -32,7 +32,7 @@ from realizar_torch.reference import QuantizedActivations
 # Below this many products, waking threads costs more than they save (about 15 µs of one thread's work).
 SERIAL_WORK = 1 << 17
 
-_ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
+_ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH}
 
 if hasattr(os, "register_at_fork"):
     # torch's OpenMP threads do not survive a fork: a large torch op in the child would wait for them forever
@@ -92,7 +92,7 @@ def gate_up(
 ) -> Tensor:
     """``activation(gate_weight · x) * (up_weight · x)`` → fp32 [1, N]: both weights in one pass.
 
-    ``x`` is one vector, fp32 [1, K] or quantized. ``activation``: "silu" or "gelu_tanh".
+    ``x`` is one vector, fp32 [1, K] or quantized. ``activation``: "silu", "gelu" or "gelu_tanh".
     """
     check_weight("gate_weight", gate_weight, gate_fmt, in_features)
     rows = gate_weight.shape[0]

@@ -3,7 +3,7 @@
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import fetch_add_i64, load_f32, store_f32
 from realizar_torch.cpu_kernels.native import call_native
-from realizar_torch.cpu_kernels.step_vectors import gate
+from realizar_torch.cpu_kernels.step_vectors import activate_row, multiply_row
 
 # Rows a thread takes at a time: their packed bytes stay in the first two cache levels.
 TILE_ROWS = 64
@@ -76,4 +76,5 @@ def gate_up_tiles(
         last = min(first + TILE_ROWS, rows)
         call_native(gate_kernel, (gate_weight, gate_row_bytes, first, last, width, x, scale, sums, out))
         call_native(up_kernel, (up_weight, up_row_bytes, first, last, width, x, scale, sums, up))
-        gate(activation, out + 4 * first, up + 4 * first, last - first)
+        activate_row(activation, out + 4 * first, last - first)
+        multiply_row(out + 4 * first, up + 4 * first, last - first)

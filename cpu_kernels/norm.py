@@ -73,12 +73,18 @@ def layer_norm_vector(x, width, weight, bias, epsilon, target):
     _scale_and_shift(x, width, mean, factor, weight, bias, target)
 
 
+@jit(device=True)
+def norm_vector(centre, x, width, weight, bias, epsilon, target):
+    """``layer_norm_vector`` (``centre`` 1) or ``rms_norm_vector`` (0)."""
+    if centre:
+        layer_norm_vector(x, width, weight, bias, epsilon, target)
+    else:
+        rms_norm_vector(x, width, weight, epsilon, target)
+
+
 @jit
 def norm_vectors(thread, n_threads, centre, x, count, width, weight, bias, epsilon, target):
-    """``layer_norm_vector`` (``centre`` 1) or ``rms_norm_vector`` (0) of ``count`` vectors."""
+    """``norm_vector`` of ``count`` vectors."""
     for index in range(thread, count, n_threads):
         row = 4 * width * index
-        if centre:
-            layer_norm_vector(x + row, width, weight, bias, epsilon, target + row)
-        else:
-            rms_norm_vector(x + row, width, weight, epsilon, target + row)
+        norm_vector(centre, x + row, width, weight, bias, epsilon, target + row)

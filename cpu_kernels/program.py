@@ -7,27 +7,33 @@ threads, write to shared memory and end with a barrier. ``step.py`` executes the
 
 import numpy as np
 
-# x = scale * decoded row of each sequence's token, into the thread's residual stream
+# residual = scale * (row of each sequence's token + second row, of its position)
 EMBED = 0
-# residual += source (after its own norm, where post_gamma is set); activations = RMSNorm(residual) * gamma
-NORM = 1
+# residual += scale * norm(source)
+ADD = 1
+# activations = norm(residual)
+NORM = 2
 # activations = source
-LOAD = 2
-# target[rows] = weight · activations + bias
-LINEAR = 3
-# target[rows] = act(weight · activations) * (second_weight · activations)
-GATED = 4
+LOAD = 3
+# target[rows] = weight · activations + bias; scaled, then softly capped
+LINEAR = 4
+# target[rows] = act(weight · activations + bias) * (second_weight · activations + second_bias)
+GATED = 5
+# source = norm(source)
+NORM_ROW = 6
 # per-head norm and rotary embedding of queries and keys in place; keys and values into the cache
-ROTATE = 5
-# target = softmax(scale q·kᵀ) v over the cache
-ATTEND = 6
+ROTATE = 7
+# target = softmax(scale q·kᵀ, softly capped) v over the cache
+ATTEND = 8
 
-SILU, GELU_TANH = 0, 1
+# Activations of GATED; the last is for soft caps, cap * tanh(x / cap).
+SILU, GELU_TANH, GELU, TANH = 0, 1, 2, 3
 
 # One tile counter per instruction, each on its own cache line.
 COUNTER_BYTES = 64
 
-# Addresses and sizes in bytes are int64; a stride is the distance between sequences. 0 stands for "none".
+# Addresses and sizes in bytes are int64; a stride is the distance between sequences. 0 stands for "none": an
+# address of 0 leaves out what it is an operand of, a gamma of 0 the whole norm.
 INSTRUCTION = np.dtype(
     [
         ("opcode", np.int64),
@@ -37,6 +43,8 @@ INSTRUCTION = np.dtype(
         ("target", np.int64),
         ("target_stride", np.int64),
         ("width", np.int64),
+        # values of the activations that an instruction writes, zeros behind ``width`` or ``rows``
+        ("padded", np.int64),
         ("rows", np.int64),
         # a function of row_kernels.py: of the weight's format and the step's numerics
         ("kernel", np.int64),
@@ -54,18 +62,40 @@ INSTRUCTION = np.dtype(
         # prompt pass: the panel a linear reads, and the kinds of sums that readers of what this writes need
         ("panel", np.int64),
         ("kinds", np.int64),
+        # norms: of queries and of keys in ROTATE, where each head may have a weight of its own
         ("gamma", np.int64),
-        ("post_gamma", np.int64),
         ("second_gamma", np.int64),
+        ("gamma_stride", np.int64),
+        # 1: LayerNorm, whose bias is ``bias``; 0: RMSNorm
+        ("centre", np.int64),
         ("keys", np.int64),
         ("values", np.int64),
+        # which frequencies, from 1 on
         ("rope", np.int64),
         ("window", np.int64),
         ("epsilon", np.float32),
         ("scale", np.float32),
+        ("softcap", np.float32),
     ],
     align=True,
 )
+
+# Sizes and constants of the model.
+_SHARED = [
+    ("heads", np.int64),
+    ("kv_heads", np.int64),
+    ("head_dim", np.int64),
+    ("hidden", np.int64),
+    ("max_positions", np.int64),
+    # rotated elements of a head; rotary frequencies fp32 [ropes, rotary / 2], factors on cos and sin [ropes]
+    ("rotary", np.int64),
+    ("ropes", np.int64),
+    ("frequencies", np.int64),
+    ("magnitudes", np.int64),
+    # queries at position p grow by 1 + temperature * ln(1 + p // period)
+    ("temperature", np.float32),
+    ("period", np.int64),
+]
 
 # What is the same for all instructions of a step: sizes of the model, where a thread's own memory keeps what.
 CONTEXT = np.dtype(
@@ -76,21 +106,15 @@ CONTEXT = np.dtype(
         ("starts", np.int64),
         ("tiles", np.int64),
         ("barrier", np.int64),
-        # rotary frequencies: fp32 [ropes, head_dim/2]
-        ("frequencies", np.int64),
-        ("ropes", np.int64),
+        *_SHARED,
         # whether any linear takes int8 activations, and whether any takes fp32
         ("quantized", np.int64),
         ("plain", np.int64),
-        ("heads", np.int64),
-        ("kv_heads", np.int64),
-        ("head_dim", np.int64),
-        ("hidden", np.int64),
-        ("max_positions", np.int64),
         # a thread's own memory: base of thread 0, distance between threads, offsets inside
         ("arena", np.int64),
         ("arena_stride", np.int64),
         ("residual", np.int64),
+        ("row", np.int64),
         ("activations", np.int64),
         ("activations_stride", np.int64),
         ("q", np.int64),
@@ -120,16 +144,10 @@ PROMPT_CONTEXT = np.dtype(
         ("starts", np.int64),
         ("counters", np.int64),
         ("barrier", np.int64),
-        ("frequencies", np.int64),
-        ("ropes", np.int64),
+        *_SHARED,
         # 1: activations are bf16 panels; 0: int8 ones
         ("bf16", np.int64),
-        ("heads", np.int64),
-        ("kv_heads", np.int64),
-        ("head_dim", np.int64),
-        ("hidden", np.int64),
-        ("max_positions", np.int64),
-        # fp32 [columns][hidden] and [columns][ropes][head_dim / 2]
+        # fp32 [columns][hidden] and [columns][ropes][rotary / 2]
         ("residual", np.int64),
         ("cos", np.int64),
         ("sin", np.int64),

@@ -5,6 +5,8 @@ threads by columns, weights by rows, attention by heads and blocks of queries, a
 same order: results do not depend on the number of threads, nor on how a prompt is cut into passes.
 """
 
+import numpy as np
+
 from realizar_torch.cpu_kernels import program
 from realizar_torch.cpu_kernels.activation_panel import quantize_into_panel
 from realizar_torch.cpu_kernels.bf16_matmul import bf16_into_panel
@@ -12,10 +14,23 @@ from realizar_torch.cpu_kernels.int8_tile import TILE_ROWS
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import fetch_add_i64, load_i64, store_i64
 from realizar_torch.cpu_kernels.native import call_native
-from realizar_torch.cpu_kernels.norm import rms_norm_vector
+from realizar_torch.cpu_kernels.norm import norm_vector
 from realizar_torch.cpu_kernels.pool import barrier
-from realizar_torch.cpu_kernels.prompt_attention import attend_block, rotary_rows, rotate_column
-from realizar_torch.cpu_kernels.step_vectors import add_rows, copy_row, gate, scale_row
+from realizar_torch.cpu_kernels.prompt_attention import (
+    attend_block,
+    own_position,
+    rotary_rows,
+    rotate_column,
+)
+from realizar_torch.cpu_kernels.step_vectors import (
+    activate_row,
+    add_rows,
+    add_scaled,
+    copy_row,
+    fill_row,
+    multiply_row,
+    scale_row,
+)
 
 _BLOCK = 32
 # Columns that a thread takes at a time.
@@ -54,33 +69,59 @@ def _each_column(c, i, arena, counter, opcode):
         if first >= c.used:
             return
         for column in range(first, min(first + _SHARE, c.used)):
-            if opcode == program.NORM:
+            source = i.source + column * i.source_stride
+            if opcode == program.ADD:
+                _add(c, i, arena, source, column)
+            elif opcode == program.NORM:
                 _norm(c, i, arena, column)
             elif opcode == program.LOAD:
-                _store_activations(c, i, 0, i.source + column * i.source_stride, 0, i.width // _BLOCK, column)
+                copy_row(source, i.width, arena + c.row)
+                _store_row(c, i, arena, column)
+            elif opcode == program.NORM_ROW:
+                norm_vector(i.centre, source, i.width, i.gamma, i.bias, i.epsilon, source)
             elif opcode == program.ROTATE:
                 rotate_column(c, i, column)
             elif opcode == program.EMBED:
-                target = c.residual + column * 4 * c.hidden
-                row = i.weight + load_i64(c.tokens, 8 * column) * i.row_bytes
-                call_native(i.kernel, (row, c.hidden, target))
-                scale_row(target, c.hidden, i.scale)
+                _embed(c, i, arena, column)
             else:
                 rotary_rows(c, column)
 
 
 @jit(device=True)
+def _embed(c, i, arena, column):
+    target = c.residual + column * 4 * c.hidden
+    row = i.weight + load_i64(c.tokens, 8 * column) * i.row_bytes
+    call_native(i.kernel, (row, c.hidden, target))
+    if i.second_weight:
+        row = i.second_weight + own_position(c, column) * i.second_row_bytes
+        call_native(i.second_kernel, (row, c.hidden, arena + c.row))
+        add_rows(target, arena + c.row, c.hidden)
+    scale_row(target, c.hidden, i.scale)
+
+
+@jit(device=True)
+def _add(c, i, arena, source, column):
+    if i.gamma:
+        norm_vector(i.centre, source, i.width, i.gamma, i.bias, i.epsilon, arena + c.row)
+        source = arena + c.row
+    add_scaled(c.residual + column * 4 * c.hidden, source, i.width, i.scale)
+
+
+@jit(device=True)
 def _norm(c, i, arena, column):
     residual, row = c.residual + column * 4 * c.hidden, arena + c.row
-    if i.source:
-        source = i.source + column * i.source_stride
-        if i.post_gamma:
-            rms_norm_vector(source, i.width, i.post_gamma, i.epsilon, row)
-            source = row
-        add_rows(residual, source, i.width)
     if i.gamma:
-        rms_norm_vector(residual, i.width, i.gamma, i.epsilon, row)
-        _store_activations(c, i, 0, row, 0, i.width // _BLOCK, column)
+        norm_vector(i.centre, residual, i.width, i.gamma, i.bias, i.epsilon, row)
+    else:
+        copy_row(residual, i.width, row)
+    _store_row(c, i, arena, column)
+
+
+@jit(device=True)
+def _store_row(c, i, arena, column):
+    """Put the ``width`` values of the thread's row into panel 0, zeros behind them."""
+    fill_row(arena + c.row + 4 * i.width, i.padded - i.width, np.float32(0))
+    _store_activations(c, i, 0, arena + c.row, 0, i.padded // _BLOCK, column)
 
 
 @jit(device=True)
@@ -90,9 +131,8 @@ def _store_activations(c, i, number, x, first, last, column):
     if c.bf16:
         bf16_into_panel(x, first, last, column, c.columns, panel)
     else:
-        width = i.rows if number else i.width
         scale, sums = panel + c.scales, panel + c.sums
-        quantize_into_panel(x, first, last, width, column, c.columns, i.kinds, panel, scale, sums)
+        quantize_into_panel(x, first, last, i.padded, column, c.columns, i.kinds, panel, scale, sums)
 
 
 @jit(device=True)
@@ -126,16 +166,21 @@ def _gated(c, i, arena, counter):
     tile, up = arena + c.tile, arena + c.second_tile
     while True:
         first = fetch_add_i64(counter, TILE_ROWS)
-        if first >= i.rows:
+        if first >= i.padded:
             return
-        height = min(TILE_ROWS, i.rows - first)
-        _tile(c, i.kernel, i.weight, i.row_bytes, i.bias, i.width, 0, first, height, tile)
-        second = (i.second_weight, i.second_row_bytes, i.second_bias)
-        _tile(c, i.second_kernel, *second, i.width, 0, first, height, up)
+        height = max(0, min(TILE_ROWS, i.rows - first))
+        if height:
+            _tile(c, i.kernel, i.weight, i.row_bytes, i.bias, i.width, 0, first, height, tile)
+            if i.second_weight:
+                second = (i.second_weight, i.second_row_bytes, i.second_bias)
+                _tile(c, i.second_kernel, *second, i.width, 0, first, height, up)
         block = first // _BLOCK
         for column in range(c.used):
             here = tile + 4 * TILE_ROWS * column
-            gate(i.activation, here, up + 4 * TILE_ROWS * column, height)
+            activate_row(i.activation, here, height)
+            if i.second_weight:
+                multiply_row(here, up + 4 * TILE_ROWS * column, height)
+            fill_row(here + 4 * height, TILE_ROWS - height, np.float32(0))
             _store_activations(c, i, 1, here, block, block + 1, column)
 
 

@@ -4,18 +4,15 @@ A block is up to QUERIES consecutive columns of one sequence. For a key head, al
 keys are transposed once for them, scores of the whole visible range are kept, values are read once a chunk.
 """
 
-import math
-
 import numpy as np
 
 from realizar_torch.cpu_kernels.attention import attend
 from realizar_torch.cpu_kernels.int8_panel import transpose_16x16
 from realizar_torch.cpu_kernels.jit import jit
-from realizar_torch.cpu_kernels.memory import load_f32, load_i64, store_f32
-from realizar_torch.cpu_kernels.norm import rms_norm_vector
+from realizar_torch.cpu_kernels.memory import load_i64
 from realizar_torch.cpu_kernels.small_matrices import multiply_rows
-from realizar_torch.cpu_kernels.step_attention import rotate
-from realizar_torch.cpu_kernels.step_vectors import copy_row, exponentials, fill_row, scale_row
+from realizar_torch.cpu_kernels.step_attention import rotary_row, turn_head
+from realizar_torch.cpu_kernels.step_vectors import cap_row, copy_row, exponentials, fill_row, scale_row
 
 QUERIES = 16
 # Keys that are transposed at a time, and values that are read at a time.
@@ -24,33 +21,29 @@ _LANES = 16
 
 
 @jit(device=True)
+def own_position(c, column):
+    """A column's position in its own text, which starts behind the padding."""
+    return load_i64(c.slots, 8 * column) - load_i64(c.starts, 8 * load_i64(c.sequences, 8 * column))
+
+
+@jit(device=True)
 def rotary_rows(c, column):
-    """cos and sin of every frequency at a column's own position, which starts behind its padding."""
-    half = c.head_dim // 2
-    own = np.float32(
-        load_i64(c.slots, 8 * column) - load_i64(c.starts, 8 * load_i64(c.sequences, 8 * column))
-    )
+    """cos and sin of every frequency at a column's own position."""
     for rope in range(c.ropes):
-        row = 4 * half * (column * c.ropes + rope)
-        for pair in range(half):
-            angle = own * load_f32(c.frequencies, 4 * (rope * half + pair))
-            store_f32(c.cos, math.cos(angle), row + 4 * pair)
-            store_f32(c.sin, math.sin(angle), row + 4 * pair)
+        row = 2 * c.rotary * (column * c.ropes + rope)
+        rotary_row(c, rope, own_position(c, column), c.cos + row, c.sin + row)
 
 
 @jit(device=True)
 def rotate_column(c, i, column):
     """Norm and rotate the queries and keys of a column in place; its keys and values go into the cache."""
-    size, half = 4 * c.head_dim, c.head_dim // 2
-    table = 4 * half * (column * c.ropes + i.rope)
+    size, own = 4 * c.head_dim, own_position(c, column)
+    table = 2 * c.rotary * (column * c.ropes + i.rope - 1)
     first = load_i64(c.sequences, 8 * column) * c.kv_heads
     slot = load_i64(c.slots, 8 * column)
     for unit in range(c.heads + c.kv_heads):
         head = i.source + column * i.source_stride + unit * size
-        gamma = i.gamma if unit < c.heads else i.second_gamma
-        if gamma:
-            rms_norm_vector(head, c.head_dim, gamma, i.epsilon, head)
-        rotate(head, c.cos + table, c.sin + table, half)
+        turn_head(c, i, head, unit, own, c.cos + table, c.sin + table)
     for kv_head in range(c.kv_heads):
         head = i.source + column * i.source_stride + (c.heads + kv_head) * size
         row = ((first + kv_head) * c.max_positions + slot) * size
@@ -76,7 +69,7 @@ def attend_block(c, i, arena, block, kv_head):
             own, out = queries + query * i.source_stride, target + query * i.target_stride
             length = slot + query + 1 - first - skipped
             rows = cached + skipped * size
-            shape = (group, c.head_dim, length, i.scale, np.float32(0))
+            shape = (group, c.head_dim, length, i.scale, i.softcap)
             attend(own, i.keys + rows, i.values + rows, out, arena + c.scores, *shape)
         return
     length = end - first
@@ -86,7 +79,7 @@ def attend_block(c, i, arena, block, kv_head):
         for query in range(count):
             row = arena + c.scores + (head * QUERIES + query) * stride
             skipped = _first_visible(i, start, slot + query) - first
-            _softmax(row, skipped, slot + query + 1 - first, length, i.scale)
+            _softmax(row, skipped, slot + query + 1 - first, length, i.scale, i.softcap)
     for t in range(0, length, VALUES):
         steps, values = min(VALUES, length - t), i.values + cached + t * size
         for head in range(group):
@@ -122,10 +115,12 @@ def _scores(c, arena, queries, query_stride, count, keys, length, stride):
 
 
 @jit(device=True)
-def _softmax(row, first, last, length, scale):
-    """row[first:last] = softmax(scale * row[first:last]), the rest of ``length`` zero."""
+def _softmax(row, first, last, length, scale, softcap):
+    """row[first:last] = softmax(scale * row[first:last], softly capped), the rest of ``length`` zero."""
     visible, seen = row + 4 * first, last - first
     scale_row(visible, seen, scale)
+    if softcap:
+        cap_row(visible, seen, softcap)
     scale_row(visible, seen, np.float32(1) / exponentials(visible, seen))
     fill_row(row, first, np.float32(0))
     fill_row(row + 4 * last, length - last, np.float32(0))

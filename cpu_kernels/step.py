@@ -9,10 +9,18 @@ from realizar_torch.cpu_kernels.int8_quantize import quantize_blocks
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import fetch_add_i64, load_i64, store_i64
 from realizar_torch.cpu_kernels.native import call_native
-from realizar_torch.cpu_kernels.norm import rms_norm_vector
+from realizar_torch.cpu_kernels.norm import norm_vector
 from realizar_torch.cpu_kernels.pool import barrier
 from realizar_torch.cpu_kernels.step_attention import attend_heads, rotary_table, rotate_unit
-from realizar_torch.cpu_kernels.step_vectors import add_rows, copy_row, gate, scale_row
+from realizar_torch.cpu_kernels.step_vectors import (
+    activate_row,
+    add_rows,
+    add_scaled,
+    cap_row,
+    copy_row,
+    multiply_row,
+    scale_row,
+)
 
 _BLOCK = 32
 # Rows that a thread takes at a time: small enough to even out the threads, large enough to stream.
@@ -39,6 +47,8 @@ def run_step(thread, n_threads, instructions, context, batch):
             _linear(c, i, arena, counter, batch)
         elif i.opcode == program.GATED:
             _gated(c, i, arena, counter, batch)
+        elif i.opcode == program.ADD:
+            _add(c, i, arena, batch)
         elif i.opcode == program.NORM:
             _norm(c, i, arena, batch)
         elif i.opcode == program.LOAD:
@@ -47,6 +57,8 @@ def run_step(thread, n_threads, instructions, context, batch):
             _attend(c, i, arena, counter, batch, n_threads)
         elif i.opcode == program.ROTATE:
             _rotate(c, i, arena, counter, batch)
+        elif i.opcode == program.NORM_ROW:
+            _norm_row(i, counter, batch)
         elif i.opcode == program.EMBED:
             _embed(c, i, arena, batch)
         if i.barrier:
@@ -59,24 +71,33 @@ def _embed(c, i, arena, batch):
         row = i.weight + load_i64(c.tokens, 8 * b) * i.row_bytes
         target = arena + c.residual + b * 4 * c.hidden
         call_native(i.kernel, (row, c.hidden, target))
+        if i.second_weight:
+            own, learned = load_i64(c.positions, 8 * b) - load_i64(c.starts, 8 * b), arena + c.row
+            call_native(i.second_kernel, (i.second_weight + own * i.second_row_bytes, c.hidden, learned))
+            add_rows(target, learned, c.hidden)
         scale_row(target, c.hidden, i.scale)
+
+
+@jit(device=True)
+def _add(c, i, arena, batch):
+    for b in range(batch):
+        source = i.source + b * i.source_stride
+        if i.gamma:
+            norm_vector(i.centre, source, i.width, i.gamma, i.bias, i.epsilon, arena + c.row)
+            source = arena + c.row
+        add_scaled(arena + c.residual + b * 4 * c.hidden, source, i.width, i.scale)
 
 
 @jit(device=True)
 def _norm(c, i, arena, batch):
     for b in range(batch):
         residual = arena + c.residual + b * 4 * c.hidden
-        if i.source:
-            source = i.source + b * i.source_stride
-            if i.post_gamma:
-                # the activations are free until this norm fills them
-                normed = arena + c.activations + b * c.activations_stride
-                rms_norm_vector(source, i.width, i.post_gamma, i.epsilon, normed)
-                source = normed
-            add_rows(residual, source, i.width)
         target = arena + c.activations + b * c.activations_stride
-        rms_norm_vector(residual, i.width, i.gamma, i.epsilon, target)
-        _quantize(c, arena, b, target, i.width)
+        if i.gamma:
+            norm_vector(i.centre, residual, i.width, i.gamma, i.bias, i.epsilon, target)
+        else:
+            copy_row(residual, i.width, target)
+        _quantize(c, i, arena, b, target)
 
 
 @jit(device=True)
@@ -85,16 +106,16 @@ def _load(c, i, arena, batch):
         source = i.source + b * i.source_stride
         if c.plain:
             copy_row(source, i.width, arena + c.activations + b * c.activations_stride)
-        _quantize(c, arena, b, source, i.width)
+        _quantize(c, i, arena, b, source)
 
 
 @jit(device=True)
-def _quantize(c, arena, b, source, width):
+def _quantize(c, i, arena, b, source):
     if c.quantized:
         q = arena + c.q + b * c.q_stride
         scales = arena + c.scales + b * (c.q_stride >> 3)
         sums = arena + c.sums + b * (c.q_stride >> 2)
-        quantize_blocks(source, width, 0, width // _BLOCK, q, scales, sums)
+        quantize_blocks(source, i.width, 0, i.padded // _BLOCK, q, scales, sums)
 
 
 @jit(device=True)
@@ -118,6 +139,10 @@ def _linear(c, i, arena, counter, batch):
             _rows(c, arena, b, i.kernel, i.int8, i.weight, i.row_bytes, i.width, first, last, target)
             if i.bias:
                 add_rows(target + 4 * first, i.bias + 4 * first, last - first)
+            if i.scale:
+                scale_row(target + 4 * first, last - first, i.scale)
+            if i.softcap:
+                cap_row(target + 4 * first, last - first, i.softcap)
 
 
 @jit(device=True)
@@ -132,13 +157,25 @@ def _gated(c, i, arena, counter, batch):
         for b in range(batch):
             target = i.target + b * i.target_stride
             _rows(c, arena, b, i.kernel, i.int8, i.weight, i.row_bytes, i.width, first, last, target)
-            up, stride = i.second_weight, i.second_row_bytes
-            _rows(c, arena, b, i.second_kernel, i.second_int8, up, stride, i.width, first, last, tile)
             if i.bias:
                 add_rows(target + 4 * first, i.bias + 4 * first, last - first)
-            if i.second_bias:
-                add_rows(tile + 4 * first, i.second_bias + 4 * first, last - first)
-            gate(i.activation, target + 4 * first, tile + 4 * first, last - first)
+            activate_row(i.activation, target + 4 * first, last - first)
+            if i.second_weight:
+                up, stride = i.second_weight, i.second_row_bytes
+                _rows(c, arena, b, i.second_kernel, i.second_int8, up, stride, i.width, first, last, tile)
+                if i.second_bias:
+                    add_rows(tile + 4 * first, i.second_bias + 4 * first, last - first)
+                multiply_row(target + 4 * first, tile + 4 * first, last - first)
+
+
+@jit(device=True)
+def _norm_row(i, counter, batch):
+    while True:
+        b = fetch_add_i64(counter, 1)
+        if b >= batch:
+            return
+        source = i.source + b * i.source_stride
+        norm_vector(i.centre, source, i.width, i.gamma, i.bias, i.epsilon, source)
 
 
 @jit(device=True)

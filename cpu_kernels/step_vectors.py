@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from realizar_torch.cpu_kernels import program
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import load_f32, stack_alloc, store_f32
-from realizar_torch.cpu_kernels.program import SILU as _SILU
 from realizar_torch.cpu_kernels.simd import (
     load_f32x16,
     max_f32x16,
@@ -13,7 +13,13 @@ from realizar_torch.cpu_kernels.simd import (
     store,
     sum_f32x16,
 )
-from realizar_torch.cpu_kernels.vector_math import exp_f32x16, gelu_tanh_f32x16, silu_f32x16
+from realizar_torch.cpu_kernels.vector_math import (
+    exp_f32x16,
+    gelu_f32x16,
+    gelu_tanh_f32x16,
+    silu_f32x16,
+    tanh_f32x16,
+)
 
 _LANES = 16
 # e^-70 is 4e-31: nothing beside the largest exponential, 1
@@ -38,6 +44,28 @@ def add_rows(target, source, count):
         store(target, load_f32x16(target, 64 * chunk) + load_f32x16(source, 64 * chunk), 64 * chunk)
     for index in range(whole * _LANES, count):
         store_f32(target, load_f32(target, 4 * index) + load_f32(source, 4 * index), 4 * index)
+
+
+@jit(device=True)
+def add_scaled(target, source, count, factor):
+    """target += factor * source."""
+    whole = count // _LANES
+    for chunk in range(whole):
+        total = load_f32x16(target, 64 * chunk) + load_f32x16(source, 64 * chunk) * factor
+        store(target, total, 64 * chunk)
+    for index in range(whole * _LANES, count):
+        total = load_f32(target, 4 * index) + load_f32(source, 4 * index) * factor
+        store_f32(target, total, 4 * index)
+
+
+@jit(device=True)
+def multiply_row(target, source, count):
+    """target *= source."""
+    whole = count // _LANES
+    for chunk in range(whole):
+        store(target, load_f32x16(target, 64 * chunk) * load_f32x16(source, 64 * chunk), 64 * chunk)
+    for index in range(whole * _LANES, count):
+        store_f32(target, load_f32(target, 4 * index) * load_f32(source, 4 * index), 4 * index)
 
 
 @jit(device=True)
@@ -112,24 +140,33 @@ def _last_exponentials(row, first, count, top):
 
 
 @jit(device=True)
-def gate(activation, target, up, count):
-    """target = activation(target) * up."""
+def activate_row(activation, row, count):
+    """row = activation(row)."""
     whole = count // _LANES
     for chunk in range(whole):
-        value = _activate(activation, load_f32x16(target, 64 * chunk))
-        store(target, value * load_f32x16(up, 64 * chunk), 64 * chunk)
+        store(row, _activate(activation, load_f32x16(row, 64 * chunk)), 64 * chunk)
     if whole * _LANES < count:
-        rest = stack_alloc(64, 64)
+        rest, left = stack_alloc(64, 64), count - whole * _LANES
         store(rest, splat_f32x16(0))
-        copy_row(target + 64 * whole, count - whole * _LANES, rest)
+        copy_row(row + 64 * whole, left, rest)
         store(rest, _activate(activation, load_f32x16(rest)))
-        for index in range(whole * _LANES, count):
-            value = load_f32(rest, 4 * (index - whole * _LANES))
-            store_f32(target, value * load_f32(up, 4 * index), 4 * index)
+        copy_row(rest, left, row + 64 * whole)
 
 
 @jit(device=True)
 def _activate(activation, x):
-    if activation == _SILU:
+    if activation == program.SILU:
         return silu_f32x16(x)
-    return gelu_tanh_f32x16(x)
+    if activation == program.GELU_TANH:
+        return gelu_tanh_f32x16(x)
+    if activation == program.GELU:
+        return gelu_f32x16(x)
+    return tanh_f32x16(x)
+
+
+@jit(device=True)
+def cap_row(row, count, cap):
+    """row = cap * tanh(row / cap)."""
+    scale_row(row, count, np.float32(1) / cap)
+    activate_row(program.TANH, row, count)
+    scale_row(row, count, cap)

@@ -23,6 +23,9 @@ _LOWEST, _HIGHEST = -87.33654, 88.37626
 _ROUNDER, _ROUNDER_BITS = 12582912.0, 0x4B400000
 _TAYLOR = tuple(1.0 / math.factorial(power) for power in (6, 5, 4, 3, 2))
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+# erfc(z) = (a1 t + ... + a5 t^5) e^-z² to 1.5e-7 for z >= 0, t = 1 / (1 + p z): Abramowitz and Stegun 7.1.26
+_ERFC_P = 0.3275911
+_ERFC_A = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 
 
 @jit(device=True)
@@ -55,3 +58,24 @@ def gelu_tanh_f32x16(x):
     """x (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x³), which is x / (1 + e^-2u)."""
     u = (x + x * x * x * np.float32(0.044715)) * np.float32(_SQRT_2_OVER_PI)
     return x / (exp_f32x16(u * np.float32(-2)) + 1)
+
+
+@jit(device=True)
+def gelu_f32x16(x):
+    """x Φ(x) = max(x, 0) - |x| erfc(|x| / sqrt(2)) / 2."""
+    magnitude = maximum(x, splat_f32x16(0) - x)
+    z = magnitude * np.float32(math.sqrt(0.5))
+    t = splat_f32x16(1) / (z * np.float32(_ERFC_P) + 1)
+    p = splat_f32x16(_ERFC_A[0])
+    p = fma(p, t, splat_f32x16(_ERFC_A[1]))
+    p = fma(p, t, splat_f32x16(_ERFC_A[2]))
+    p = fma(p, t, splat_f32x16(_ERFC_A[3]))
+    p = fma(p, t, splat_f32x16(_ERFC_A[4]))
+    tail = p * t * exp_f32x16(splat_f32x16(0) - z * z) * np.float32(0.5)
+    return maximum(splat_f32x16(0), x) - magnitude * tail
+
+
+@jit(device=True)
+def tanh_f32x16(x):
+    """1 - 2 / (e^2x + 1)."""
+    return splat_f32x16(1) - splat_f32x16(2) / (exp_f32x16(x * np.float32(2)) + 1)

@@ -180,6 +180,11 @@ def is_long(name: str) -> bool:
     return MODELS[name][1].get("rope_parameters") is LONGROPE
 
 
+def has_experts(name: str) -> bool:
+    """True for a mixture of experts."""
+    return any("experts" in entry for entry in MODELS[name][1])
+
+
 def prompt(name: str) -> torch.Tensor:
     """int64 [1, PROMPT]"""
     generator = torch.Generator().manual_seed(len(name))

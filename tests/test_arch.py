@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from arch_fixtures import FIXTURES, TOLERANCE, deviation, golden, golden_short, load, write_resized
-from fixture_models import MODELS, VOCAB, WINDOW, is_long
+from fixture_models import MODELS, VOCAB, WINDOW, has_experts, is_long
 from gguf_files import plain, write_gguf
 from torch import nn
 
@@ -19,9 +19,6 @@ from realizar_torch.models.loading import load_transformer
 from realizar_torch.models.tensors import tensor_problems
 from realizar_torch.nn.attention import attend
 from realizar_torch.nn.kv_cache import KVCache
-
-# whose decode step is one fused kernel; the others run module by module
-FUSED = {"llama", "llama-linear", "mistral", "qwen3", "phi3", "gemma", "gemma3", "internlm2"}
 
 
 def test_every_row_has_a_fixture():
@@ -70,7 +67,7 @@ def test_decoding_a_padded_batch_equals_prefill(name):
     with torch.inference_mode():
         alone = model(batch[1:, pad:]).logits[0]
         steps = [prefill(model, batch[:, :end], mask[:, :end], state)]
-        assert (why_not(model, state.cache) is None) == (name in FUSED)
+        assert (why_not(model, state.cache) is None) == (not has_experts(name))
         # a fused step's logits are valid until the next step
         steps += [decode_step(model, batch[:, i], state).clone() for i in range(end, count)]
     ours = torch.stack(steps, dim=1)

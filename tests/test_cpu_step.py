@@ -15,7 +15,7 @@ from realizar_torch.generation.cpu_step import why_not
 from realizar_torch.generation.step import decode_step, new_state, prefill
 from realizar_torch.models.loading import load_transformer
 from realizar_torch.nn.linear import QuantizedLinear
-from realizar_torch.nn.norm import LayerNorm
+from realizar_torch.nn.norm import LayerNorm, RMSNorm
 
 pytest.importorskip("numba")
 
@@ -177,6 +177,32 @@ def other_epsilon(model):
 
 def layer_norm(model):
     model.layers[1].attn_norm = LayerNorm(96)
+    nn.init.normal_(model.layers[1].attn_norm.bias)
+
+
+def exact_gelu(model):
+    model.layers[0].mlp.activation = "gelu"
+
+
+@pytest.mark.parametrize("change", [zero_centered, other_epsilon, layer_norm, exact_gelu])
+def test_one_layer_of_another_kind_is_fused_too(path, ids, change):
+    model = load(path)
+    with torch.inference_mode():
+        before = model(ids, logits_to_keep=STEPS).logits
+        change(model)
+        expected = model(ids, logits_to_keep=STEPS).logits
+    assert (expected - before).abs().max() > 10 * TOLERANCE
+    assert (decode(model, ids) - expected).abs().max() <= TOLERANCE
+
+
+def one_norm_of_two(model):
+    model.layers[0].self_attn.q_norm = RMSNorm(24)
+    model.layers[0].self_attn.k_norm = None
+
+
+def norms_that_differ(model):
+    model.layers[0].self_attn.q_norm = RMSNorm(24, eps=1.0)
+    model.layers[0].self_attn.k_norm = RMSNorm(24)
 
 
 def double_norm(model):
@@ -195,9 +221,8 @@ def with_gaps(model):
         hooked,
         subclassed,
         with_a_forward_of_its_own,
-        zero_centered,
-        other_epsilon,
-        layer_norm,
+        one_norm_of_two,
+        norms_that_differ,
         double_norm,
         with_gaps,
     ],

@@ -7,14 +7,15 @@ import numpy as np
 from torch import Tensor, nn
 
 from realizar_torch.models.transformer import Block, Transformer
+from realizar_torch.nn.attention import Attention
 from realizar_torch.nn.embedding import QuantizedEmbedding
 from realizar_torch.nn.kv_cache import KVCache
 from realizar_torch.nn.linear import QuantizedLinear
-from realizar_torch.nn.mlp import GatedMLP
-from realizar_torch.nn.norm import RMSNorm
+from realizar_torch.nn.mlp import MLP, GatedMLP
+from realizar_torch.nn.norm import PerHeadNorm, RMSNorm
 
 Linear = QuantizedLinear | nn.Linear
-# Operands of a weight that a gated instruction has twice.
+# Operands of a weight that an instruction can have twice.
 _SECOND = ("kernel", "int8", "weight", "row_bytes", "bias")
 
 
@@ -37,15 +38,14 @@ class LayerProgram:
         self._ops, self._model, self._cache, self._kept = program, model, cache, kept
         self._hidden, self._qkv, self._wide = (self.buffer(buffer) for buffer in buffers)
         self.rows: list[dict[str, Any]] = []
-        scale = model.config.embedding_scale
-        self.emit("EMBED", **self._table(model.embed_tokens), scale=scale, **self.readers([]))
+        table = self._table(model.embed_tokens)
+        if model.embed_positions is not None:
+            table |= _second(self._table(model.embed_positions))
+        self.emit("EMBED", scale=model.config.embedding_scale, **table, **self.readers([]))
 
-    def layers(self) -> dict[str, Any]:
-        """Emits every layer; what the norm behind the last one has to add to the residual stream."""
-        pending: dict[str, Any] = {}
+    def layers(self) -> None:
         for index, layer in enumerate(self._model.layers):
-            pending = self._block(index, layer, pending)
-        return pending
+            self._block(index, layer)
 
     def instructions(self) -> np.ndarray:
         names = self._ops.INSTRUCTION.names
@@ -60,27 +60,25 @@ class LayerProgram:
         """Operands of an instruction whose activations these linears read."""
         raise NotImplementedError
 
-    def finish_mlp(self, mlp: GatedMLP) -> None:
-        """Emits what follows the gated product."""
+    def finish_mlp(self, mlp: GatedMLP | MLP) -> None:
+        """Emits what follows the activation."""
         raise NotImplementedError
 
     def emit(self, opcode: str, **operands: Any) -> None:
         self.rows.append({"opcode": getattr(self._ops, opcode), **operands})
 
-    def norm(self, norm: RMSNorm, pending: dict[str, Any], readers: Sequence[Linear]) -> None:
+    def norm(self, norm: RMSNorm | None, readers: Sequence[Linear]) -> None:
+        """The norm of the residual stream, or the stream itself, as activations."""
         width = self._model.config.hidden_size
-        gamma = self.address(norm.weight)
-        self.emit("NORM", gamma=gamma, epsilon=norm.eps, width=width, **pending, **self.readers(readers))
+        self.emit("NORM", width=width, **self._normed(norm), **self.readers(readers))
 
     def load(self, width: int, reader: Linear) -> None:
         source = {"source": self._wide[0], "source_stride": self._wide[1]}
         self.emit("LOAD", width=width, **source, **self.readers([reader]))
 
-    def linear(
-        self, linear: Linear, target: tuple[int, int], column: int = 0, barrier: int = 1, panel: int = 0
-    ) -> None:
+    def linear(self, linear: Linear, target: tuple[int, int], column: int = 0, **operands: Any) -> None:
         place = {"target": target[0] + 4 * column, "target_stride": target[1]}
-        self.emit("LINEAR", barrier=barrier, panel=panel, **place, **self.weight(linear))
+        self.emit("LINEAR", **{"barrier": 1, **place, **self.weight(linear), **operands})
 
     def buffer(self, buffer: Tensor) -> tuple[int, int]:
         """Address and distance between rows, in bytes."""
@@ -98,30 +96,57 @@ class LayerProgram:
         row_bytes = weight.shape[1] * weight.element_size()
         return {"weight": self.address(weight), "rows": weight.shape[0], "row_bytes": row_bytes}
 
-    def _block(self, index: int, layer: Block, pending: dict[str, Any]) -> dict[str, Any]:
-        """Emits one layer; ``pending`` is what its first norm adds to the residual stream."""
-        config, attention, mlp = self._model.config, layer.self_attn, layer.mlp
+    def _block(self, index: int, layer: Block) -> None:
+        attention = layer.self_attn
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self.norm(layer.attn_norm, pending, projections)
+        self.norm(layer.attn_norm, projections)
         columns = 0
         for projection in projections:
             self.linear(projection, self._qkv, columns, barrier=int(projection is attention.v_proj))
             columns += projection.out_features
         self._attention(index, attention)
-        self.load(config.q_dim, attention.o_proj)
+        self.load(self._model.config.q_dim, attention.o_proj)
         self.linear(attention.o_proj, self._hidden)
+        if not layer.parallel:
+            self._add(layer.post_attn_norm, layer)
+        self._mlp(layer)
+        self._add(layer.post_mlp_norm, layer)
 
-        self.norm(layer.mlp_norm, self._addition(layer.post_attn_norm), (mlp.gate_proj, mlp.up_proj))
-        up = self.weight(mlp.up_proj)
-        second = {f"second_{name}": up[name] for name in _SECOND if name in up}
+    def _mlp(self, layer: Block) -> None:
+        mlp, second = layer.mlp, {}
+        first = mlp.up_proj
+        if isinstance(mlp, GatedMLP):
+            first, second = mlp.gate_proj, _second(self.weight(mlp.up_proj))
+        norm = layer.mlp_norm
+        if layer.parallel:
+            norm = layer.attn_norm if norm is None else norm
+        self.norm(norm, [first, mlp.up_proj])
+        if layer.parallel:
+            # not before the MLP has its input, and before it writes to the same place
+            self._add(layer.post_attn_norm, layer)
         target = {"target": self._wide[0], "target_stride": self._wide[1]}
-        activation = self._ops.SILU if mlp.activation == "silu" else self._ops.GELU_TANH
-        gated = {**target, **self.weight(mlp.gate_proj), **second, **self.readers([mlp.down_proj])}
-        self.emit("GATED", **{**gated, "activation": activation, "barrier": 1})
+        expanded = {**target, **self.weight(first), **second, **self.readers([mlp.down_proj])}
+        activation = getattr(self._ops, mlp.activation.upper())
+        self.emit("GATED", **{**expanded, "activation": activation, "barrier": 1})
         self.finish_mlp(mlp)
-        return self._addition(layer.post_mlp_norm)
 
-    def _attention(self, index: int, attention: Any) -> None:
+    def _add(self, norm: RMSNorm | None, layer: Block) -> None:
+        """Adds what attention or MLP gave to the residual stream."""
+        source = {"source": self._hidden[0], "source_stride": self._hidden[1]}
+        options = {"width": self._model.config.hidden_size, "scale": layer.residual_scale}
+        self.emit("ADD", **source, **options, **self._normed(norm), **self.readers([]))
+
+    def _normed(self, norm: RMSNorm | None) -> dict[str, Any]:
+        if norm is None:
+            return {}
+        bias = 0 if norm.bias is None else self.address(norm.bias)
+        kind = {"centre": int(norm.normalization == "layernorm"), "epsilon": norm.eps}
+        return {"gamma": self._gain(norm), "bias": bias, **kind}
+
+    def _gain(self, norm: RMSNorm) -> int:
+        return self.address(norm.weight + 1 if norm.zero_centered else norm.weight)
+
+    def _attention(self, index: int, attention: Attention) -> None:
         config = self._model.config
         shared = {
             "keys": self.address(self._cache.keys[index]),
@@ -130,22 +155,33 @@ class LayerProgram:
             "source_stride": self._qkv[1],
             "barrier": 1,
         }
-        norms: dict[str, Any] = {}
-        if attention.q_norm is not None and attention.k_norm is not None:
-            norms = {
-                "gamma": self.address(attention.q_norm.weight),
-                "second_gamma": self.address(attention.k_norm.weight),
-                "epsilon": attention.q_norm.eps,
-            }
-        rope = int(config.is_sliding(index) and self._model.local_rope is not None)
-        self.emit("ROTATE", rope=rope, **norms, **shared)
+        local = config.is_sliding(index) and self._model.local_rope is not None
+        rope = int(attention.rotary) * (2 if local else 1)
+        self.emit("ROTATE", rope=rope, **self._head_norms(attention), **shared)
         target = {"target": self._wide[0], "target_stride": self._wide[1]}
-        window = config.window(index) or 0
-        self.emit("ATTEND", window=window, scale=attention.scale, **target, **shared)
+        kind = {"window": config.window(index) or 0, "softcap": attention.softcap}
+        self.emit("ATTEND", scale=attention.scale, **kind, **target, **shared)
 
-    def _addition(self, post_norm: RMSNorm | None) -> dict[str, Any]:
-        gamma = 0 if post_norm is None else self.address(post_norm.weight)
-        return {"source": self._hidden[0], "source_stride": self._hidden[1], "post_gamma": gamma}
+    def _head_norms(self, attention: Attention) -> dict[str, Any]:
+        """Operands of the norms of each head; norms over all heads are emitted in front of them."""
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        if q_norm is None or k_norm is None:
+            return {}
+        if isinstance(q_norm, PerHeadNorm):
+            weights = {
+                "gamma": self.address(q_norm.weight),
+                "second_gamma": self.address(k_norm.weight),
+                "gamma_stride": 4 * attention.head_dim,
+            }
+            return weights | {"centre": int(q_norm.normalization == "layernorm"), "epsilon": q_norm.eps}
+        if q_norm.features == attention.head_dim:
+            return {**self._normed(q_norm), "second_gamma": self._gain(k_norm)}
+        for norm, column in ((q_norm, 0), (k_norm, q_norm.features)):
+            place = {"source": self._qkv[0] + 4 * column, "source_stride": self._qkv[1]}
+            self.emit(
+                "NORM_ROW", width=norm.features, barrier=int(norm is k_norm), **place, **self._normed(norm)
+            )
+        return {}
 
     def _table(self, embedding: QuantizedEmbedding | nn.Embedding) -> dict[str, Any]:
         """Operands of the embedding table."""
@@ -154,3 +190,8 @@ class LayerProgram:
         packed = isinstance(embedding, QuantizedEmbedding)
         kernel = row_kernels.decode_row(embedding.fmt) if packed else dense_rows.dense_row()
         return {"kernel": kernel, **self.matrix(embedding.weight)}
+
+
+def _second(operands: dict[str, Any]) -> dict[str, Any]:
+    """Operands of the second weight of an instruction."""
+    return {f"second_{name}": operands[name] for name in _SECOND if name in operands}

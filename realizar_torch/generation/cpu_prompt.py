@@ -10,19 +10,28 @@ from torch import Tensor
 from realizar_torch.generation.cpu_arena import Arena
 from realizar_torch.generation.cpu_program import LayerProgram, Linear
 from realizar_torch.generation.cpu_step import check_tokens, shared_fields
+from realizar_torch.generation.workspace import padded_width
 from realizar_torch.models.transformer import Transformer
 from realizar_torch.nn.kv_cache import KVCache
 from realizar_torch.nn.linear import QuantizedLinear
-from realizar_torch.nn.mlp import GatedMLP
+from realizar_torch.nn.mlp import MLP, GatedMLP
 
 # Columns of one pass: weights are decoded once for all of them, and they stay in the second-level cache.
 _COLUMNS = 256
 
 
 def takes(model: Transformer) -> bool:
-    """Whether the pass computes what the modules of a fusable model would: packed int8 layers only."""
-    linears = (module for name, module in model.layers.named_modules() if name.endswith("_proj"))
-    return all(isinstance(linear, QuantizedLinear) and linear.activations == "int8" for linear in linears)
+    """Whether the pass computes what the modules of a fusable model would: packed int8 layers only.
+
+    Linears that read the same activations must be padded alike.
+    """
+    linears = [module for name, module in model.layers.named_modules() if name.endswith("_proj")]
+    if not all(isinstance(linear, QuantizedLinear) and linear.activations == "int8" for linear in linears):
+        return False
+    widths: dict[int, set[int]] = {}
+    for linear in linears:
+        widths.setdefault(linear.in_features, set()).add(linear.padded_features)
+    return all(len(padded) == 1 for padded in widths.values())
 
 
 class CpuPrompt:
@@ -89,7 +98,7 @@ class CpuPrompt:
         bf16 = matrix_tiles.available()
         steps = _PromptProgram(model, cache, (hidden, qkv, wide), self._kept, bf16)
         self._instructions = steps.instructions()
-        widest = max(hidden_size, q_dim, config.intermediate_size)
+        widest = padded_width(max(hidden_size, q_dim, config.intermediate_size))
         scales, sums, panel_bytes = panel_places(widest, columns, bf16)
         self._context = np.zeros(1, program.PROMPT_CONTEXT)
         fields = {
@@ -108,17 +117,18 @@ class CpuPrompt:
         from realizar_torch.cpu_kernels import int8_tile, pool, program, prompt_attention
 
         context, config, columns = self._context, self._model.config, self._capacity
-        ropes, head_bytes = int(context["ropes"][0]), 4 * config.head_dim
+        angles = 2 * int(context["rotary"][0]) * int(context["ropes"][0])
+        head_bytes = 4 * config.head_dim
         scores = 4 * prompt_attention.QUERIES * config.num_heads // config.num_kv_heads
         shared = {
             "barrier": pool.BARRIER_BYTES,
             "counters": program.COUNTER_BYTES * (len(self._instructions) + 1),
             "panels": 2 * int(context["panel_bytes"][0]),
-            "cos": columns * ropes * head_bytes // 2,
-            "sin": columns * ropes * head_bytes // 2,
+            "cos": columns * angles,
+            "sin": columns * angles,
         }
         own = {
-            "row": 4 * config.hidden_size,
+            "row": 4 * padded_width(max(config.hidden_size, config.q_dim)),
             "tile": 4 * columns * int8_tile.TILE_ROWS,
             "second_tile": 4 * columns * int8_tile.TILE_ROWS,
             "scores": scores * (self._cache.max_seq_len + prompt_attention.KEYS),
@@ -145,27 +155,27 @@ class _PromptProgram(LayerProgram):
     ):
         self._bf16 = bf16
         super().__init__(model, cache, buffers, kept)
-        pending = self.layers()
-        self.emit("NORM", width=model.config.hidden_size, epsilon=model.norm.eps, barrier=1, **pending)
+        self.layers()
 
     def weight(self, linear: Linear) -> dict[str, Any]:
         from realizar_torch.cpu_kernels import row_kernels
 
         assert isinstance(linear, QuantizedLinear)
         kernel = row_kernels.bf16_matmul if self._bf16 else row_kernels.int8_matmul
-        named = {"kernel": kernel(linear.fmt), "width": linear.in_features, "bias": self.bias(linear)}
+        named = {"kernel": kernel(linear.fmt), "width": linear.padded_features, "bias": self.bias(linear)}
         return {**named, **self.matrix(linear.weight)}
 
     def readers(self, linears: Sequence[Linear]) -> dict[str, Any]:
         from realizar_torch.cpu_kernels.int8_matmul import kind_of_sums
 
-        kinds = 0
+        kinds = padded = 0
         for linear in linears:
             assert isinstance(linear, QuantizedLinear)
             kinds |= 1 << kind_of_sums(linear.fmt)
-        return {"barrier": 1, "kinds": kinds}
+            padded = linear.padded_features
+        return {"barrier": 1, "kinds": kinds, "padded": padded}
 
-    def finish_mlp(self, mlp: GatedMLP) -> None:
+    def finish_mlp(self, mlp: GatedMLP | MLP) -> None:
         self.linear(mlp.down_proj, self._hidden, panel=1)
 
 

@@ -14,7 +14,8 @@ from realizar_torch.generation.fusable import obstacle
 from realizar_torch.generation.workspace import Workspace, padded_width
 from realizar_torch.models.transformer import Transformer
 from realizar_torch.nn.kv_cache import KVCache
-from realizar_torch.nn.mlp import GatedMLP
+from realizar_torch.nn.linear import QuantizedLinear
+from realizar_torch.nn.mlp import MLP, GatedMLP
 from realizar_torch.ops import torch_kernels
 from realizar_torch.ops.cpu import kernels
 from realizar_torch.reference import ACTIVATION_BLOCK
@@ -48,6 +49,8 @@ class CpuStep:
         self._kept: list[Tensor] = [self._tokens, self._positions, cache.keys, cache.values, cache.starts]
         config = model.config
         self._vocabulary = config.vocab_size
+        learned = cache.max_seq_len if model.embed_positions is None else config.context_length
+        self._longest = min(cache.max_seq_len, learned)
         self._width = padded_width(max(config.hidden_size, config.q_dim, config.intermediate_size))
         program = _StepProgram(model, cache, workspace, self._kept)
         self._instructions = program.instructions()
@@ -57,6 +60,7 @@ class CpuStep:
     def run(self, token_ids: Tensor) -> Tensor:
         """token_ids int64 [B] behind what is cached -> fp32 logits [B, V], valid until the next step."""
         self._positions.fill_(self._cache.length)
+        check_positions(self._positions, self._longest)
         logits = self._launch(token_ids)
         self._cache.advance(1)
         return logits
@@ -66,7 +70,7 @@ class CpuStep:
 
         A row sees its slots from ``cache.starts`` to its position; what lies behind may be anything.
         """
-        check_positions(positions, self._cache.max_seq_len)
+        check_positions(positions, self._longest)
         self._positions.copy_(positions)
         return self._launch(token_ids)
 
@@ -102,16 +106,17 @@ class CpuStep:
         from realizar_torch.cpu_kernels import pool, program, step
 
         context, batch, width = self._context, self._cache.batch_size, self._width
-        head_dim, ropes = int(context["head_dim"][0]), int(context["ropes"][0])
+        angles = 2 * int(context["rotary"][0]) * int(context["ropes"][0])
         group = int(context["heads"][0] // context["kv_heads"][0])
         own = {
             "residual": 4 * batch * int(context["hidden"][0]),
+            "row": 4 * int(context["hidden"][0]),
             "activations": 4 * batch * width,
             "q": batch * width,
             "scales": 4 * batch * width // ACTIVATION_BLOCK,
             "sums": 8 * batch * width // ACTIVATION_BLOCK,
-            "cos": 4 * batch * ropes * head_dim // 2,
-            "sin": 4 * batch * ropes * head_dim // 2,
+            "cos": batch * angles,
+            "sin": batch * angles,
             "scores": 4 * group * self._cache.max_seq_len,
             "tile": 4 * step.TILE_ROWS,
         }
@@ -130,8 +135,11 @@ class _StepProgram(LayerProgram):
 
     def __init__(self, model: Transformer, cache: KVCache, workspace: Workspace, kept: list[Tensor]):
         super().__init__(model, cache, (workspace.hidden, workspace.qkv, workspace.wide), kept)
-        self.norm(model.norm, self.layers(), [model.lm_head])
-        self.linear(model.lm_head, self.buffer(workspace.logits), barrier=0)
+        self.layers()
+        self.norm(model.norm, [model.lm_head])
+        scale, softcap = model.config.logit_scale, model.config.final_softcap
+        logits = {"scale": 0.0 if scale == 1.0 else scale, "softcap": softcap}
+        self.linear(model.lm_head, self.buffer(workspace.logits), barrier=0, **logits)
 
     def weight(self, linear: Linear) -> dict[str, Any]:
         from realizar_torch.cpu_kernels import dense_rows, row_kernels
@@ -148,23 +156,29 @@ class _StepProgram(LayerProgram):
 
     def readers(self, linears: Sequence[Linear]) -> dict[str, Any]:
         # every thread has activations of its own, in all the forms that any linear takes
-        return {}
+        packed = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
+        return {"padded": max((linear.padded_features for linear in packed), default=0)}
 
-    def finish_mlp(self, mlp: GatedMLP) -> None:
+    def finish_mlp(self, mlp: GatedMLP | MLP) -> None:
         self.load(self._model.config.intermediate_size, mlp.down_proj)
         self.linear(mlp.down_proj, self._hidden)
 
 
-def shared_fields(model: Transformer, cache: KVCache, kept: list[Tensor]) -> dict[str, int]:
+def shared_fields(model: Transformer, cache: KVCache, kept: list[Tensor]) -> dict[str, int | float]:
     """What the contexts of a step and of a prompt pass have in common."""
     config = model.config
     ropes = [model.rope] + ([] if model.local_rope is None else [model.local_rope])
     frequencies = torch.stack([rope.inv_freq for rope in ropes]).contiguous()
-    kept.append(frequencies)
+    magnitudes = torch.tensor([rope.magnitude for rope in ropes], dtype=torch.float32)
+    kept += [frequencies, magnitudes]
     return {
         "starts": cache.starts.data_ptr(),
         "frequencies": frequencies.data_ptr(),
+        "magnitudes": magnitudes.data_ptr(),
         "ropes": len(ropes),
+        "rotary": model.rope.rotary_dim,
+        "temperature": config.temperature,
+        "period": config.rope_scaling.original_length,
         "heads": config.num_heads,
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
@@ -181,7 +195,10 @@ def check_tokens(token_ids: Tensor, vocabulary: int) -> None:
 
 
 def check_positions(positions: Tensor, length: int) -> None:
-    """The kernels would write to whatever memory a position outside the cache points to."""
+    """The kernels would use whatever memory a position outside the cache or the learned ones points to."""
     for position in positions.tolist():
         if not 0 <= position < length:
-            raise CacheFullError(f"position {position} is outside the cache, which holds {length}")
+            raise CacheFullError(
+                f"position {position} is outside the {length} that the cache holds and the model knows; "
+                "load the model with a larger max_seq_len or shorten the prompt"
+            )

@@ -9,8 +9,8 @@ from realizar_torch.models.transformer import Block, Transformer
 from realizar_torch.nn.attention import Attention
 from realizar_torch.nn.kv_cache import KVCache
 from realizar_torch.nn.linear import QuantizedLinear
-from realizar_torch.nn.mlp import GatedMLP
-from realizar_torch.nn.norm import RMSNorm
+from realizar_torch.nn.mlp import MLP, GatedMLP
+from realizar_torch.nn.norm import PerHeadNorm, RMSNorm
 from realizar_torch.nn.rope import RotaryEmbedding
 from realizar_torch.ops.cuda import MATVEC_ROWS, problem
 from realizar_torch.reference import ACTIVATION_BLOCK
@@ -30,7 +30,40 @@ def why_not(model: Transformer, cache: KVCache) -> str | None:
         return f"the model computes in {model.dtype}"
     if cache.batch_size > MAX_BATCH:
         return f"the batch of {cache.batch_size} is larger than {MAX_BATCH}"
-    return obstacle(model)
+    return obstacle(model) or _other_mathematics(model)
+
+
+def _other_mathematics(model: Transformer) -> str | None:
+    """What the model computes beyond the step's repertoire."""
+    config = model.config
+    layers, norms = list(model.layers), [module for module in model.modules() if isinstance(module, RMSNorm)]
+    linears = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    attentions = [layer.self_attn for layer in layers]
+    facts = {
+        "its logits are scaled": config.logit_scale != 1.0,
+        "its logits are capped": config.final_softcap > 0,
+        "its attention scores are capped": config.attention_softcap > 0,
+        "it rotates a part of each head": config.rotary_dim != config.head_dim,
+        "it scales cos and sin": config.rope_scaling.magnitude != 1.0,
+        "it has learned positions": model.embed_positions is not None,
+        "its queries grow with their position": config.temperature != 0,
+        "some layers do not rotate": not all(config.arch.rotary_pattern),
+        "it adds attention and MLP in parallel": any(layer.parallel for layer in layers),
+        "it scales what layers add": any(layer.residual_scale != 1.0 for layer in layers),
+        "it has no norm before attention or MLP": any(
+            layer.attn_norm is None or layer.mlp_norm is None for layer in layers
+        ),
+        "it norms q over all heads or each by weights of its own": any(
+            getattr(a.q_norm, "features", a.head_dim) != a.head_dim or isinstance(a.q_norm, PerHeadNorm)
+            for a in attentions
+        ),
+        "its MLP has no gate": any(isinstance(layer.mlp, MLP) for layer in layers),
+        "it uses the exact GELU": any(layer.mlp.activation == "gelu" for layer in layers),
+        "it has zero-centered norms": any(norm.zero_centered for norm in norms),
+        "it has LayerNorms": any(norm.normalization == "layernorm" for norm in norms),
+        "its rows are no whole blocks": any(item.padded_features != item.in_features for item in linears),
+    }
+    return next((fact for fact, present in facts.items() if present), None)
 
 
 class GpuStep:
