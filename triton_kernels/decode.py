@@ -92,8 +92,8 @@ def load_unit(row, block, unit, blocks, mask, FMT: tl.constexpr, PLANAR: tl.cons
 def decode_unit(raw, unit, FMT: tl.constexpr):
     """(words, s, m, d, dmin) of what ``load_unit`` read; s and m are empty where all are 1.
 
-    words is a tuple of P int32 tensors ``[rows, lanes, 4]``, s and m of an int32 ``[rows, lanes]`` per scale; d
-    and dmin are fp32 ``[rows, lanes]``. Without a minimum dmin is d.
+    words is a tuple of P int32 tensors ``[rows, lanes, 4]``, s and m of an int32 ``[rows, lanes]`` per scale;
+    d and dmin are fp32 ``[rows, lanes]``. Without a minimum dmin is d.
     """
     if FMT == "Q4_0" or FMT == "Q4_1" or FMT == "Q5_0" or FMT == "Q5_1":
         return _legacy(raw, FMT)
