@@ -23,7 +23,13 @@ from realizar_torch.triton_kernels.blocks import (
     units,
     zero_point,
 )
-from realizar_torch.triton_kernels.primitives import load_half, load_word, load_words, split_words
+from realizar_torch.triton_kernels.primitives import (
+    byte_to_float,
+    load_half,
+    load_word,
+    load_words,
+    split_words,
+)
 
 
 @triton.jit
@@ -239,22 +245,38 @@ def _q6_k(raw, unit):
 
 
 @triton.jit
-def word_weights(word, s, m, d, dmin, plane: tl.constexpr, FMT: tl.constexpr):
-    """fp32 weights ``[rows, lanes, 4]`` of one word of each lane; s and m as ``decode_unit`` gives them."""
-    SCALE: tl.constexpr = plane // planes_per_scale(FMT)
-    shift = 8 * tl.arange(0, 4)
+def word_quants(word, plane: tl.constexpr, FMT: tl.constexpr):
+    """The four quants of one word of each lane, ``lift * (q - zero)``: exact fp32 ``[rows, lanes, 4]``."""
     word = tl.expand_dims(word, -1)
     if signed_quants(FMT):
-        quants = (word << (24 - shift)) >> 24
+        # the same numbers, 128 higher and unsigned
+        return byte_to_float(word ^ -0x7F7F7F80, tl.arange(0, 4), 128)
     else:
-        quants = ((word >> shift) & 0xFF) - zero_point(FMT) * lift(FMT, plane)
+        return byte_to_float(word, tl.arange(0, 4), zero_point(FMT) * lift(FMT, plane))
+
+
+@triton.jit
+def scale_of(s, d, plane: tl.constexpr, FMT: tl.constexpr):
+    """What the quants of a plane are multiplied by: d * s / lift, fp32 ``[rows, lanes]``."""
     scale = d * (1.0 / lift(FMT, plane))
+    if has_sub_scales(FMT):
+        scale = scale * s[plane // planes_per_scale(FMT)].to(tl.float32)
+    return scale
+
+
+@triton.jit
+def minimum_of(m, dmin, plane: tl.constexpr, FMT: tl.constexpr):
+    """What is subtracted from every weight of a plane: dmin * m, fp32 ``[rows, lanes]``."""
     minimum = dmin
     if has_sub_scales(FMT):
-        scale = scale * s[SCALE].to(tl.float32)
-        if has_minimum(FMT):
-            minimum = minimum * m[SCALE].to(tl.float32)
-    weights = tl.expand_dims(scale, -1) * quants.to(tl.float32)
+        minimum = minimum * m[plane // planes_per_scale(FMT)].to(tl.float32)
+    return minimum
+
+
+@triton.jit
+def word_weights(word, s, m, d, dmin, plane: tl.constexpr, FMT: tl.constexpr):
+    """fp32 weights ``[rows, lanes, 4]`` of one word of each lane; s and m as ``decode_unit`` gives them."""
+    weights = tl.expand_dims(scale_of(s, d, plane, FMT), -1) * word_quants(word, plane, FMT)
     if has_minimum(FMT):
-        weights = weights - tl.expand_dims(minimum, -1)
+        weights = weights - tl.expand_dims(minimum_of(m, dmin, plane, FMT), -1)
     return weights

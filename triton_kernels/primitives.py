@@ -104,6 +104,22 @@ def dp4a(weights, activations, total, SIGNED: tl.constexpr):
 
 
 @triton.jit
+def byte_to_float(word, index, bias: tl.constexpr):
+    """Byte ``index`` of ``word``, unsigned, minus ``bias`` (an integer), as exact fp32.
+
+    As the low mantissa bits of 2^23 a byte becomes a float without a conversion, which has few lanes.
+    """
+    if INTERPRETED:
+        value = ((word >> (8 * index)) & 0xFF).to(tl.float32) - bias
+    else:
+        bits = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [word, 0x4B000000, 0x7440 + index], tl.int32, True, 1
+        )
+        value = bits.to(tl.float32, bitcast=True) - (8388608.0 + bias)
+    return value
+
+
+@triton.jit
 def round_half_even(x):
     """Nearest integer of an fp32 value with |x| < 2^22, ties to even, as int32."""
     if INTERPRETED:
