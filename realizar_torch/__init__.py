@@ -27,6 +27,7 @@ _HOMES = {
     "KVCache": "nn.kv_cache",
     "ModelConfig": "models.config",
     "Transformer": "models.transformer",
+    "BatchedGenerator": "generation.batch",
     "CausalLM": "generation.causal_lm",
     "load": "generation.causal_lm",
     "DecodeGraph": "generation.graph",

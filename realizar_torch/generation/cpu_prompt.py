@@ -47,17 +47,27 @@ class CpuPrompt:
         """input_ids int [B, T] behind what is cached -> fp32 logits [B, V] of the last position."""
         model, cache = self._model, self._cache
         model.begin(input_ids, attention_mask, cache)
-        tokens, sequences, slots = self._columns(input_ids)
-        check_tokens(tokens, model.config.vocab_size)
-        last, end = torch.empty(cache.batch_size, model.config.hidden_size), slots.max()
+        last = self._passes(*self._columns(input_ids))
+        cache.advance(input_ids.shape[1])
+        return model.logits(last)
+
+    def fill(self, token_ids: Tensor, sequence: int, slot: int) -> None:
+        """token_ids int64 [T] of one sequence to its slots from ``slot`` on; the cache's length stays."""
+        slots = torch.arange(slot, slot + len(token_ids))
+        self._passes(token_ids, torch.full_like(slots, sequence), slots)
+
+    def _passes(self, tokens: Tensor, sequences: Tensor, slots: Tensor) -> Tensor:
+        """Runs columns in any number; the residual stream of each sequence's last one, fp32 [B, hidden]."""
+        config = self._model.config
+        check_tokens(tokens, config.vocab_size)
+        last, end = torch.empty(self._cache.batch_size, config.hidden_size), slots.max()
         self._prepare(min(len(tokens), _COLUMNS))
         for first in range(0, len(tokens), _COLUMNS):
             part = slice(first, first + _COLUMNS)
             residual = self._pass(tokens[part], sequences[part], slots[part])
             ends = slots[part] == end
             last[sequences[part][ends]] = residual[ends]
-        cache.advance(input_ids.shape[1])
-        return model.logits(last)
+        return last
 
     def _columns(self, input_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Token, sequence and slot of everything that is not padding, sequence by sequence."""

@@ -66,12 +66,13 @@ class CpuStep:
         return logits
 
     def run_at(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """As ``run``, each row at a position of its own: int64 [B] slots of the cache, whose length stays.
+        """As ``run``, each row at a position of its own: int64 [n] slots of the cache, whose length stays.
 
-        A row sees its slots from ``cache.starts`` to its position; what lies behind may be anything.
+        Takes the first n rows, n up to B. A row sees its slots from ``cache.starts`` to its position; what
+        lies behind may be anything.
         """
         check_positions(positions, self._longest)
-        self._positions.copy_(positions)
+        self._positions[: len(positions)] = positions
         return self._launch(token_ids)
 
     def _launch(self, token_ids: Tensor) -> Tensor:
@@ -81,8 +82,8 @@ class CpuStep:
         if self._arena is None or threads > self._arena.threads:
             self._arena = self._make_arena(threads)
         check_tokens(token_ids, self._vocabulary)
-        self._tokens.copy_(token_ids)
-        batch = self._cache.batch_size
+        batch = len(token_ids)
+        self._tokens[:batch] = token_ids
         pool.run(step.run_step, threads, self._instructions, self._context, batch)
         return self._workspace.logits[:batch]
 

@@ -58,8 +58,10 @@ def make_request(
     generator: torch.Generator | None = None,
     prefix_cache: PrefixCache | None = None,
     cuda_graph: bool | str = "auto",
+    max_seq_len: int | None = None,
 ) -> Request:
-    """Checks the arguments of ``generate`` (described there) against the model.
+    """Checks the arguments of ``generate`` (described there) against the model. max_seq_len: positions of the
+    cache; None: the model's.
 
     Raises FormatError for a value out of range, CacheFullError when prompt and new tokens exceed the KV
     cache, and BackendUnavailableError for ``cuda_graph=True`` where no graph can be captured.
@@ -83,10 +85,11 @@ def make_request(
     max_new_tokens = _integer(max_new_tokens, "max_new_tokens")
     if max_new_tokens < 0:
         raise FormatError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
-    if prompt_length + max_new_tokens > model.max_seq_len:
+    positions = model.max_seq_len if max_seq_len is None else max_seq_len
+    if prompt_length + max_new_tokens > positions:
         raise CacheFullError(
             f"prompt of {prompt_length} + {max_new_tokens} new tokens need {prompt_length + max_new_tokens} "
-            f"positions, but the KV cache has {model.max_seq_len}; shorten the prompt, lower max_new_tokens "
+            f"positions, but the KV cache has {positions}; shorten the prompt, lower max_new_tokens "
             f"or load with a larger max_seq_len (the model's own context is {model.config.context_length})"
         )
 

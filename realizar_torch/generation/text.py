@@ -72,6 +72,13 @@ def encode_prompt(tokenizer: Any, prompt_or_messages: Prompt) -> list[int]:
     return ids
 
 
+def end_with_turn(model: Any, tokenizer: Any, options: Options) -> None:
+    """The answer to messages ends at the tokenizer's ``turn_end_ids`` too, unless the options say where."""
+    if options.get("eos_token_id") is None:
+        # a tokenizer of the caller's own need not know them
+        options["eos_token_id"] = (*model.eos_token_ids, *getattr(tokenizer, "turn_end_ids", ()))
+
+
 def stream(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: Unpack[Options]) -> TextStream:
     """Starts an answer; yields its text as it comes, never half a character, without the stop string or
     stop token.
@@ -82,9 +89,8 @@ def stream(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: Un
     """
     check_keywords("stream", options)
     ids = encode_prompt(tokenizer, prompt_or_messages)
-    if not isinstance(prompt_or_messages, str) and options.get("eos_token_id") is None:
-        # a tokenizer of the caller's own need not know them
-        options["eos_token_id"] = (*model.eos_token_ids, *getattr(tokenizer, "turn_end_ids", ()))
+    if not isinstance(prompt_or_messages, str):
+        end_with_turn(model, tokenizer, options)
     request = make_request(model, torch.tensor([ids]), tokenizer=tokenizer, **options)
     # an answer to messages begins a text of its own
     preceding = ids if isinstance(prompt_or_messages, str) else ()

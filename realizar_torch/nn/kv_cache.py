@@ -67,6 +67,14 @@ class KVCache:
         cache._length = length
         return cache
 
+    def row(self, index: int, length: int) -> Self:
+        """A cache of one sequence over the memory of row ``index``, of which ``length`` positions are filled.
+
+        For rows that go on at positions of their own: what it appends is in this cache too, whose ``length``
+        is that of no such row.
+        """
+        return type(self).over(self.keys[:, index : index + 1], self.values[:, index : index + 1], length)
+
     def ensure(self, batch_size: int, max_seq_len: int) -> bool:
         """Empties the cache and makes room for ``batch_size`` sequences of ``max_seq_len`` positions or more.
 
