@@ -69,22 +69,27 @@ def choose_matmul(fmt: str, rows: int, in_features: int, batch: int) -> MatmulLa
 
 @dataclass(frozen=True)
 class AttentionLaunch:
-    """``step`` positions per loop step, runs of at least ``minimum`` steps, ``stages`` steps in flight,
-    ``merge`` runs added at a time."""
+    """``tile`` positions of each of ``warps`` warps per step, ``stages`` steps in flight, the first ``ahead``
+    fetched before the predecessor is waited for; runs of at least ``minimum`` steps, added ``merge`` at a
+    time."""
 
-    step: int
-    minimum: int
-    stages: int
     warps: int
+    tile: int
+    stages: int
+    ahead: int
+    minimum: int
     merge: int
 
 
-def choose_attention(lanes: int, itemsize: int) -> AttentionLaunch:
-    """The launch shape of decode attention for K and V rows of ``lanes`` elements: 16 KB of each per step at
-    most.
+def choose_attention(lanes: int, itemsize: int, rows: int) -> AttentionLaunch:
+    """The launch shape of decode attention for K and V rows of ``lanes`` elements and ``rows`` query rows.
+
+    A step takes at most 32 KB, runs are 256 positions or more; the sums of a warp fill half its registers.
     """
-    step = max(16, min(64, 16384 // (lanes * itemsize)))
-    return AttentionLaunch(step, max(1, 256 // step), 3, 4, 32)
+    tile = 32 if lanes * itemsize <= 128 else 16
+    stages = 3 if itemsize < 4 else 1
+    merge = max(4, min(16, 32768 // (rows * lanes)))
+    return AttentionLaunch(4, tile, stages, 2, 256 // (4 * tile), merge)
 
 
 def choose_splits(batch: int, kv_heads: int, capacity: int, processors: int = 132) -> int:

@@ -97,7 +97,7 @@ def matvec(
     if result.numel() == 0:
         return result
     bias = vector(bias, packed.rows, "bias")
-    residual = _residual(residual, result)
+    residual = residual_of(residual, result)
     shape = launch or choose(fmt, packed.rows, in_features, flat.shape[0], "float")
     with on_device(device):
         _matvec_float_kernel[(triton.cdiv(packed.rows, shape.rows),)](
@@ -143,7 +143,7 @@ def matvec_int8(
     if result.numel() == 0:
         return result
     bias = vector(bias, packed.rows, "bias")
-    residual = _residual(residual, result)
+    residual = residual_of(residual, result)
     shape = launch or choose(fmt, packed.rows, in_features, q.shape[0], "int8")
     with on_device(device):
         _matvec_int8_kernel[(triton.cdiv(packed.rows, shape.rows),)](
@@ -158,11 +158,13 @@ def matvec_int8(
     return result
 
 
-def check_int8(q: torch.Tensor, scale: torch.Tensor, sums: torch.Tensor, width: int) -> None:
-    """FormatError unless q is contiguous int8 ``[M ≤ 8, width]``, scale fp32 per 32 and sums per 16."""
+def check_int8(
+    q: torch.Tensor, scale: torch.Tensor, sums: torch.Tensor, width: int, limit: int = MAX_ROWS
+) -> None:
+    """FormatError unless q is contiguous int8 ``[M ≤ limit, width]``, scale fp32 per 32 and sums per 16."""
     rows = q.shape[0] if q.dim() == 2 else -1
     right = (
-        0 <= rows <= MAX_ROWS
+        0 <= rows <= limit
         and (q.dtype, scale.dtype, sums.dtype) == (torch.int8, torch.float32, torch.float32)
         and (tuple(q.shape), tuple(scale.shape), tuple(sums.shape))
         == ((rows, width), (rows, width // 32), (rows, width // 16))
@@ -174,7 +176,7 @@ def check_int8(q: torch.Tensor, scale: torch.Tensor, sums: torch.Tensor, width: 
     if not right:
         raise FormatError(
             f"int8 activations are {q.dtype} {tuple(q.shape)}, {scale.dtype} {tuple(scale.shape)}, "
-            f"{sums.dtype} {tuple(sums.shape)}; expected contiguous int8 (M <= {MAX_ROWS}, {width}) with "
+            f"{sums.dtype} {tuple(sums.shape)}; expected contiguous int8 (M <= {limit}, {width}) with "
             "fp32 scales per 32 and sums per 16"
         )
 
@@ -190,7 +192,8 @@ def output_tensor(
     return out
 
 
-def _residual(residual: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor | None:
+def residual_of(residual: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor | None:
+    """``residual`` after a check of its shape and dtype against the output's."""
     if residual is None:
         return None
     if residual.shape != result.shape or residual.dtype not in FLOAT_DTYPES:

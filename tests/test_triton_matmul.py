@@ -1,0 +1,143 @@
+"""Tensor-core products of packed weights against the oracle: tiny under the interpreter, large on a GPU."""
+
+import pytest
+import torch
+from cases import (
+    PACKED,
+    PROBES,
+    assert_within,
+    int8_kernel_tolerance,
+    probe_vector,
+    random_activations,
+    random_blocks,
+    scaled_probe_rows,
+)
+
+from realizar_torch import packing, reference
+from realizar_torch.errors import FormatError
+from realizar_torch.formats import get_packed_format
+
+pytest.importorskip("triton")
+
+from realizar_torch.triton_kernels.blocks import GGML_ONLY
+from realizar_torch.triton_kernels.configs import MatmulLaunch, choose_matmul
+from realizar_torch.triton_kernels.matmul import MATMUL_ROWS, matmul_int8
+from realizar_torch.triton_kernels.quantize import quantize_activations
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAYOUTS = [
+    (fmt, layout)
+    for fmt in PACKED
+    for layout in ("ggml", "planar")
+    if layout == "ggml" or fmt not in GGML_ONLY
+]
+Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def quantized(x: torch.Tensor, fmt: str) -> tuple[Quantized, torch.Tensor]:
+    """int8 activations, and the float64 values they stand for."""
+    spec = get_packed_format(fmt)
+    parts = quantize_activations(x, spec.blocks(x.shape[-1]) * spec.block_size)
+    seen = (parts[0].double().unflatten(-1, (-1, 32)) * parts[1].double().unsqueeze(-1)).flatten(-2)
+    return parts, seen[:, : x.shape[-1]]
+
+
+def check_matmul(
+    fmt: str, layout: str, rows: int, in_features: int, batch: int, launch: MatmulLaunch | None = None
+) -> None:
+    """Product of random blocks with bias and residual, against float64."""
+    blocks = random_blocks(fmt, rows, in_features, seed=batch).to(DEVICE)
+    decoded = reference.dequantize(blocks, fmt, in_features, torch.float64)
+    weight = packing.pack(blocks, fmt, layout)
+    parts, seen = quantized(random_activations(batch, in_features, seed=batch).to(DEVICE), fmt)
+    bias, residual = torch.randn(rows, device=DEVICE), torch.randn(batch, rows, device=DEVICE)
+    y = matmul_int8(
+        *parts, weight, fmt, in_features, bias, residual=residual, layout=layout, launch=launch
+    )
+    slack = 1e-6 * (bias.abs() + residual.abs()).double()
+    expected = seen @ decoded.T + bias.double() + residual.double()
+    assert_within(y, expected, int8_kernel_tolerance(seen, decoded) + slack)
+
+
+@pytest.mark.parametrize(("fmt", "layout"), LAYOUTS)
+def test_matmul_of_random_blocks(fmt: str, layout: str) -> None:
+    check_matmul(fmt, layout, 19, 300, 3, MatmulLaunch(1, 1, 2))
+    check_matmul(fmt, layout, 33, 3 * get_packed_format(fmt).block_size, 9, MatmulLaunch(2, 2, 2))
+
+
+@pytest.mark.parametrize("fmt", PACKED)
+def test_matmul_of_the_probe_is_exact(fmt: str) -> None:
+    # one activation of 127 in every 32 makes the quantized vector the vector itself
+    size = get_packed_format(fmt).block_size
+    x = probe_vector(size)
+    x[::32] = 127
+    parts, seen = quantized(x.expand(2, -1).to(DEVICE), fmt)
+    assert torch.equal(seen[0].cpu(), x.double())
+    weight = scaled_probe_rows(fmt, 9).to(DEVICE)
+    expected = seen @ reference.dequantize(weight, fmt, size, torch.float64).T
+    y = matmul_int8(*parts, weight, fmt, size)
+    assert_within(y, expected, 1e-6 * expected.abs().amax())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("fmt", "layout"), LAYOUTS)
+def test_every_batch_up_to_seventy(fmt: str, layout: str) -> None:
+    for batch in range(1, 71):
+        check_matmul(fmt, layout, 257, 1280, batch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("fmt", "layout"), LAYOUTS)
+@pytest.mark.parametrize("blocks", [1, 3, 56])
+def test_rows_of_any_number_of_blocks(fmt: str, layout: str, blocks: int) -> None:
+    for batch in (5, 16, 33):
+        check_matmul(fmt, layout, 4097, blocks * get_packed_format(fmt).block_size, batch)
+
+
+def test_a_result_depends_on_no_neighbour_and_no_slot() -> None:
+    blocks = random_blocks("Q4_K", 17, 512).to(DEVICE)
+    x = random_activations(9, 512).to(DEVICE)
+    poisoned = x.clone()
+    poisoned[4] = torch.nan
+    order = torch.tensor([8, 0, 5, 3, 4, 1, 7, 2, 6], device=DEVICE)
+    first = matmul_int8(*quantized(x, "Q4_K")[0], blocks, "Q4_K", 512)
+    second = matmul_int8(*quantized(poisoned, "Q4_K")[0], blocks, "Q4_K", 512)
+    moved = matmul_int8(*quantized(x[order], "Q4_K")[0], blocks, "Q4_K", 512)
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert torch.equal(first[others], second[others])
+    assert second[4].isnan().all()
+    assert torch.equal(moved, first[order])
+
+
+def test_a_nan_past_the_end_of_a_short_row_stays_outside() -> None:
+    # three blocks for two warps: one warp has a step too many and reads the last block again
+    blocks = random_blocks("Q4_K", 3, 768).to(DEVICE)
+    x = random_activations(2, 768).to(DEVICE)
+    x[1, 600] = torch.nan
+    y = matmul_int8(*quantized(x, "Q4_K")[0], blocks, "Q4_K", 768, launch=MatmulLaunch(1, 1, 2))
+    assert not y[0].isnan().any() and y[1].isnan().all()
+
+
+def test_outputs_of_other_types_and_no_rows() -> None:
+    blocks = random_blocks("Q8_0", 5, 64).to(DEVICE)
+    parts, seen = quantized(random_activations(4, 64).to(DEVICE), "Q8_0")
+    exact = seen @ reference.dequantize(blocks, "Q8_0", 64, torch.float64).T
+    for dtype in (torch.float16, torch.bfloat16):
+        y = matmul_int8(*parts, blocks, "Q8_0", 64, out_dtype=dtype)
+        assert y.dtype == dtype
+        assert_within(y, exact, torch.finfo(dtype).eps * exact.abs() + 1e-3)
+    empty = matmul_int8(*(part[:0] for part in parts), blocks, "Q8_0", 64)
+    assert empty.shape == (0, 5)
+
+
+def test_more_rows_than_the_kernel_takes_are_refused() -> None:
+    parts, _ = quantized(torch.zeros(MATMUL_ROWS + 1, 32, device=DEVICE), "Q8_0")
+    with pytest.raises(FormatError, match="128"):
+        matmul_int8(*parts, random_blocks("Q8_0", 2, 32).to(DEVICE), "Q8_0", 32)
+
+
+def test_launch_shapes_fit_rows_and_columns() -> None:
+    for rows, in_features, batch in [(1, 32, 1), (4096, 4096, 8), (128256, 4096, 33), (4096, 14336, 70)]:
+        shape = choose_matmul("Q4_K", rows, in_features, batch)
+        assert shape.columns * 8 >= min(batch, 32)
+        assert shape.warps <= max(1, -(-in_features // 256))
