@@ -15,6 +15,7 @@ from torch import Tensor
 from realizar_torch.cpu_kernels import matmul_float, pool, row_kernels
 from realizar_torch.cpu_kernels.activation_panel import COLUMNS
 from realizar_torch.cpu_kernels.checks import check_output, check_tensor, check_weight
+from realizar_torch.cpu_kernels.experts import expert_tiles
 from realizar_torch.cpu_kernels.int8_matmul import kind_of_sums
 from realizar_torch.cpu_kernels.int8_tile import TILE_ROWS
 from realizar_torch.cpu_kernels.jit import jit
@@ -119,6 +120,42 @@ def gate_up(
         *vectors.addresses,
         _ACTIVATIONS[activation],
         other.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def expert_matvec(
+    x: Tensor | QuantizedActivations, experts: Tensor, weight: Tensor, fmt: str, in_features: int, share: int
+) -> Tensor:
+    """Row ``i // share`` of ``x`` times the matrix ``experts[i]`` → fp32 [n, N].
+
+    ``experts``: int64 [n], each below E; ``weight``: uint8 [E, N, row_bytes].
+    """
+    check_tensor("weight", weight, torch.uint8, (None, None, None))
+    matrices, rows, row_bytes = weight.shape
+    check_weight("weight", weight.view(matrices * rows, row_bytes), fmt, in_features)
+    check_tensor("experts", experts, torch.int64, (None,))
+    vectors, count = check_vectors(x, (fmt,), in_features), len(experts)
+    if count != share * vectors.count:
+        raise FormatError(f"{count} experts for {vectors.count} vectors, expected {share} for each")
+    if count and not 0 <= int(experts.min()) <= int(experts.max()) < matrices:
+        raise FormatError(f"experts {int(experts.min())} to {int(experts.max())} exceed {matrices} matrices")
+    out, counter = torch.empty(count, rows), ctypes.c_int64()
+    addressed = [pair for both in zip(vectors.addresses, vectors.strides, strict=True) for pair in both]
+    pool.run(
+        expert_tiles,
+        threads_for(count * rows * in_features),
+        ctypes.addressof(counter),
+        vectors.kernel(fmt),
+        weight.data_ptr(),
+        row_bytes,
+        rows,
+        in_features,
+        experts.data_ptr(),
+        count,
+        share,
+        *addressed,
         out.data_ptr(),
     )
     return out

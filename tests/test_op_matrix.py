@@ -43,6 +43,16 @@ class Cell:
             part.repeat_interleave(self.step, -1)[..., :: self.step] for part in (qx.q, qx.scale, qx.sums)
         ]
 
+    @property
+    def matrices(self) -> torch.Tensor:
+        """Of three experts, the same rows in another order."""
+        return torch.stack([self.weight.roll(expert, 0) for expert in range(3)])
+
+    def chosen(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows, and two of the three experts for each."""
+        x = self.x()[..., None, :]
+        return x, torch.randint(0, 3, (*x.shape[:-2], 2), device=self.device)
+
     def ids(self) -> torch.Tensor:
         ids = torch.tensor([2, 0, 1, 1], device=self.device)
         return ids[:0] if self.shape == "empty" else ids[:: self.step]
@@ -58,6 +68,15 @@ CALLS = {
         NORM | c.layout,
     ),
     "linear_quantized": lambda c: ((*c.quantized(), c.weight, c.fmt, COLUMNS), c.layout),
+    "expert_linear": lambda c: ((*c.chosen(), c.matrices, c.fmt, COLUMNS), c.layout),
+    "expert_linear-int8": lambda c: (
+        (*c.chosen(), c.matrices, c.fmt, COLUMNS),
+        {"activations": "int8"} | c.layout,
+    ),
+    "expert_linear_transposed": lambda c: (
+        (torch.randn(*(ids := c.chosen()[1]).shape, ROWS, device=c.device), ids, c.matrices, c.fmt, COLUMNS),
+        c.layout,
+    ),
     "quantize_activations": lambda c: ((c.x().detach(), c.fmt), {}),
     "quantize": lambda c: ((c.floats(ROWS), c.fmt), {}),
 }

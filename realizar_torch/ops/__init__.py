@@ -19,13 +19,16 @@ from realizar_torch.ops import checks, derivatives
 from realizar_torch.ops import cpu as cpu
 from realizar_torch.ops import cuda as cuda
 from realizar_torch.ops import encoding as encoding
+from realizar_torch.ops import experts as experts
 from realizar_torch.ops import portable as portable
+from realizar_torch.ops.experts import STEP_ROWS as STEP_ROWS
 from realizar_torch.reference import QuantizedActivations
 
 __all__ = [
     "QuantizedActivations",
     "dequantize",
     "embedding",
+    "expert_linear",
     "linear",
     "norm_linear",
     "quantize",
@@ -62,6 +65,28 @@ def linear(
         )
     return torch.ops.realizar_torch.linear(
         x, weight, fmt, in_features, bias, activations=activations, layout=layout
+    )
+
+
+def expert_linear(
+    x: Tensor,
+    experts: Tensor,
+    weight: Tensor,
+    fmt: str,
+    in_features: int,
+    *,
+    activations: str = "float",
+    layout: str = "ggml",
+) -> Tensor:
+    """Each row of ``x`` times the matrices of the experts chosen for it → ``[..., used, rows]``.
+
+    ``experts`` int64 or int32 ``[..., used]``: numbers below E. ``weight`` uint8 ``[E, rows, row_bytes]``, of
+    which only chosen experts are read. ``x [..., 1, in_features]`` gives them all the same row, ``[..., used,
+    in_features]`` each its own. Everything else as in ``linear``. On a GPU up to 32 rows are one launch; more
+    are sorted by expert, and the host waits for the sizes; a number that no expert has gives NaN.
+    """
+    return torch.ops.realizar_torch.expert_linear(
+        x, experts, weight, fmt, in_features, activations=activations, layout=layout
     )
 
 

@@ -36,6 +36,12 @@ def linear(
     return torch.ops.realizar_torch.linear(cast(x), weight, fmt, in_features, cast(bias), **options)
 
 
+def expert_linear(
+    cast: Cast, x: Tensor, experts: Tensor, weight: Tensor, fmt: str, in_features: int, **options: str
+) -> Tensor:
+    return torch.ops.realizar_torch.expert_linear(cast(x), experts, weight, fmt, in_features, **options)
+
+
 def norm_linear(cast: Cast, *args: Any, **kwargs: Any) -> Tensor:
     """The norm of ``x`` as it is, then a product in the autocast dtype, like the two modules in a row."""
     call = NormLinear(*args, **kwargs)
@@ -64,6 +70,6 @@ def _implementation(rule: Callable[..., Tensor], device_type: str) -> Callable[.
     return run
 
 
-for _name, _rule in (("linear", linear), ("norm_linear", norm_linear)):
+for _name, _rule in (("linear", linear), ("expert_linear", expert_linear), ("norm_linear", norm_linear)):
     for _device_type in DEVICE_TYPES:
         LIBRARY.impl(_name, _implementation(_rule, _device_type), f"Autocast{_device_type.upper()}")

@@ -40,7 +40,7 @@ def _linear_backward(ctx: Any, grad_y: Tensor) -> Gradients:
     grad_y = grad_y.to(compute_dtype(grad_y.dtype))
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        grad_x = _times_weight(grad_y, weight, ctx.fmt, ctx.in_features, ctx.layout).to(ctx.x_dtype)
+        grad_x = times_weight(grad_y, weight, ctx.fmt, ctx.in_features, ctx.layout).to(ctx.x_dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:
         grad_bias = grad_y.flatten(0, -2).sum(0) if grad_y.ndim > 1 else grad_y
         grad_bias = grad_bias.to(ctx.bias_dtype)
@@ -75,7 +75,7 @@ def _norm_linear_backward(ctx: Any, grad_y: Tensor) -> Gradients:
     if ctx.fmt is None:
         grad_normed = grad_y @ weight.to(rows.dtype)
     else:
-        grad_normed = _times_weight(grad_y, weight, ctx.fmt, ctx.in_features, ctx.layout)
+        grad_normed = times_weight(grad_y, weight, ctx.fmt, ctx.in_features, ctx.layout)
 
     unit, reciprocal = _unit(ctx, rows)
     grad_unit = grad_normed * norm_weight.to(rows.dtype)
@@ -135,7 +135,7 @@ def _unit(ctx: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
     return centred * reciprocal, reciprocal
 
 
-def _times_weight(grad_y: Tensor, weight: Tensor, fmt: str, in_features: int, layout: str) -> Tensor:
+def times_weight(grad_y: Tensor, weight: Tensor, fmt: str, in_features: int, layout: str) -> Tensor:
     """``grad_y [..., N] @ decode(weight)`` without ever holding the whole decoded weight."""
     product = grad_y.new_zeros(*grad_y.shape[:-1], in_features)
     for rows in row_slices(weight.shape[0], in_features):

@@ -63,6 +63,8 @@ for _name, _count in (
     ("norm_linear", 1),
     ("quantize_activations", 1),
     ("linear_quantized", 3),
+    ("expert_linear", 2),
+    ("expert_linear_transposed", 2),
 ):
     _register(_name, lambda *call, count=_count: _leading(count, *call))
 for _name in ("dequantize", "quantize"):

@@ -34,6 +34,17 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """int64 [n] → float32 [n, embedding_dim]."""
 
+    def expert_matvec(
+        self,
+        x: torch.Tensor | QuantizedActivations,
+        experts: torch.Tensor,
+        weight: torch.Tensor,
+        fmt: str,
+        in_features: int,
+        share: int,
+    ) -> torch.Tensor:
+        """Row ``i // share`` of ``x`` times matrix ``experts[i]`` of [E, N, row_bytes] → float32 [i, N]."""
+
 
 def linear(
     kernels: Kernels,
@@ -47,8 +58,8 @@ def linear(
     layout: str = "ggml",
 ) -> torch.Tensor:
     checks.check_linear(x, weight, fmt, in_features, bias, activations, layout)
-    _require_canonical(layout, x.device)
-    y = _product(kernels, x.reshape(-1, in_features), weight, fmt, bias, activations)
+    require_canonical(layout, x.device)
+    y = product(kernels, x.reshape(-1, in_features), weight, fmt, bias, activations)
     return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -66,7 +77,7 @@ def linear_quantized(
 ) -> torch.Tensor:
     """``linear`` of activations that are quantized already, ``q [..., Kp]`` → float32 [..., N]."""
     checks.check_linear_quantized(q, scale, sums, weight, fmt, in_features, bias, layout)
-    _require_canonical(layout, weight.device)
+    require_canonical(layout, weight.device)
     flat = QuantizedActivations(_matrix(q), _matrix(scale), _matrix(sums), in_features)
     y = _add_bias(kernels.matmul_int8(flat, weight.contiguous(), fmt), bias)
     return y.reshape(*q.shape[:-1], weight.shape[0])
@@ -93,7 +104,7 @@ def embedding(
     layout: str = "ggml",
 ) -> torch.Tensor:
     checks.check_embedding(ids, weight, fmt, embedding_dim, dtype, layout)
-    _require_canonical(layout, weight.device)
+    require_canonical(layout, weight.device)
     flat = ids.reshape(-1).to(torch.int64).contiguous()
     if flat.numel():
         low, high = (int(end) for end in flat.aminmax())
@@ -114,7 +125,7 @@ def dequantize(
     layout: str = "ggml",
 ) -> torch.Tensor:
     checks.check_dequantize(weight, fmt, in_features, dtype, layout)
-    _require_canonical(layout, weight.device)
+    require_canonical(layout, weight.device)
     values = weight.new_empty(weight.shape[0], in_features, dtype=dtype)
     for rows in torch_kernels.row_slices(weight.shape[0], in_features):
         values[rows] = kernels.dequantize(weight[rows].contiguous(), fmt, in_features)
@@ -132,12 +143,12 @@ def norm_linear(kernels: Kernels, *args: Any, **kwargs: Any) -> torch.Tensor:
             normed.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype)
         )
     else:
-        _require_canonical(call.layout, x.device)
-        y = _product(kernels, normed, weight, call.fmt, bias, call.activations)
+        require_canonical(call.layout, x.device)
+        y = product(kernels, normed, weight, call.fmt, bias, call.activations)
     return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _product(
+def product(
     kernels: Kernels,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -164,7 +175,7 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _require_canonical(layout: str, device: torch.device) -> None:
+def require_canonical(layout: str, device: torch.device) -> None:
     if layout != "ggml":
         raise FormatError(
             f"layout {layout!r} has no kernel on {device.type}, expected 'ggml'; "

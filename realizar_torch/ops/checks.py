@@ -135,6 +135,53 @@ def check_linear(
     return spec
 
 
+def check_expert_linear(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weight: torch.Tensor,
+    fmt: str,
+    in_features: int,
+    activations: str,
+    layout: str,
+) -> BlockFormat:
+    """Everything about ``realizar_torch::expert_linear`` but the values of ``experts``."""
+    spec = _check_choices(experts, weight, fmt, in_features, layout)
+    check_input(x, in_features)
+    used = experts.shape[-1]
+    if x.shape[:-2] != experts.shape[:-1] or x.ndim < 2 or x.shape[-2] not in (1, used):
+        raise FormatError(
+            f"input has shape {_shape(x)}, experts have {_shape(experts)}; expected the same leading "
+            f"dimensions, then 1 or {used} rows of {in_features}"
+        )
+    check_choice("activations", activations, ACTIVATIONS)
+    check_devices(x=x, experts=experts, weight=weight)
+    return spec
+
+
+def check_expert_transposed(
+    grad: torch.Tensor, experts: torch.Tensor, weight: torch.Tensor, fmt: str, in_features: int, layout: str
+) -> None:
+    """Everything about ``realizar_torch::expert_linear_transposed`` but the values of ``experts``."""
+    _check_choices(experts, weight, fmt, in_features, layout)
+    if grad.dtype not in FLOATS or grad.shape != (*experts.shape, weight.shape[1]):
+        expected = [*experts.shape, weight.shape[1]]
+        raise FormatError(f"grad is {grad.dtype} {_shape(grad)}, expected a float type and shape {expected}")
+    check_devices(grad=grad, experts=experts, weight=weight)
+
+
+def _check_choices(
+    experts: torch.Tensor, weight: torch.Tensor, fmt: str, in_features: int, layout: str
+) -> BlockFormat:
+    if weight.ndim != 3 or 0 in weight.shape:
+        raise FormatError(f"weight has shape {_shape(weight)}, expected [experts, rows, row_bytes]")
+    if experts.dtype not in (torch.int32, torch.int64) or experts.ndim == 0 or experts.shape[-1] == 0:
+        raise FormatError(
+            f"experts are {experts.dtype} {_shape(experts)}, expected torch.int64 or torch.int32 and a last "
+            "dimension of the experts that each row goes to"
+        )
+    return check_weight(weight[0], fmt, in_features, layout)
+
+
 def check_linear_quantized(
     q: torch.Tensor,
     scale: torch.Tensor,

@@ -182,7 +182,9 @@ def _warn_of_torch_ops() -> None:
     )
 
 
-def _implementation(own: Callable[..., Any], body: Callable[..., Any]) -> Callable[..., Any]:
+def with_kernels(own: Callable[..., Any], body: Callable[..., Any]) -> Callable[..., Any]:
+    """``own`` where the Triton kernels can be used, else ``body`` with torch ops."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         if problem() is None:
             return own(*args, **kwargs)
@@ -200,4 +202,4 @@ for _name, _own in (
     ("quantize_activations", quantize_activations),
     ("linear_quantized", linear_quantized),
 ):
-    LIBRARY.impl(_name, recorded(_name, "cuda", _implementation(_own, getattr(bodies, _name))), "CUDA")
+    LIBRARY.impl(_name, recorded(_name, "cuda", with_kernels(_own, getattr(bodies, _name))), "CUDA")

@@ -74,6 +74,41 @@ def _norm_linear(*args: Any, **kwargs: Any) -> Tensor:
     return call.x.new_empty(*call.x.shape[:-1], call.weight.shape[0])
 
 
+LIBRARY.define(
+    "expert_linear(Tensor x, Tensor experts, Tensor weight, str fmt, int in_features, *, "
+    'str activations="float", str layout="ggml") -> Tensor'
+)
+
+
+@register_fake("realizar_torch::expert_linear", lib=LIBRARY)
+def _expert_linear(
+    x: Tensor,
+    experts: Tensor,
+    weight: Tensor,
+    fmt: str,
+    in_features: int,
+    *,
+    activations: str = "float",
+    layout: str = "ggml",
+) -> Tensor:
+    checks.check_expert_linear(x, experts, weight, fmt, in_features, activations, layout)
+    return x.new_empty(*experts.shape, weight.shape[1])
+
+
+LIBRARY.define(
+    "expert_linear_transposed(Tensor grad, Tensor experts, Tensor weight, str fmt, int in_features, *, "
+    'str layout="ggml") -> Tensor'
+)
+
+
+@register_fake("realizar_torch::expert_linear_transposed", lib=LIBRARY)
+def _expert_linear_transposed(
+    grad: Tensor, experts: Tensor, weight: Tensor, fmt: str, in_features: int, *, layout: str = "ggml"
+) -> Tensor:
+    checks.check_expert_transposed(grad, experts, weight, fmt, in_features, layout)
+    return grad.new_empty(*experts.shape, in_features)
+
+
 LIBRARY.define("quantize(Tensor weight, str fmt, Tensor? importance=None) -> Tensor")
 
 

@@ -10,7 +10,15 @@ import torch
 from realizar_torch import reference
 from realizar_torch.reference import QuantizedActivations, quantize_activations
 
-__all__ = ["dequantize", "embedding", "matmul", "matmul_int8", "quantize_activations", "row_slices"]
+__all__ = [
+    "dequantize",
+    "embedding",
+    "expert_matvec",
+    "matmul",
+    "matmul_int8",
+    "quantize_activations",
+    "row_slices",
+]
 
 # decoded weights held at a time; large enough for efficient products, small beside any model
 CHUNK_BYTES = 1 << 24
@@ -48,3 +56,23 @@ def dequantize(weight: torch.Tensor, fmt: str, in_features: int) -> torch.Tensor
 def embedding(ids: torch.Tensor, weight: torch.Tensor, fmt: str, embedding_dim: int) -> torch.Tensor:
     """The rows ``ids`` (int64 [n]) of the table as float32 [n, embedding_dim]."""
     return reference.dequantize(weight[ids], fmt, embedding_dim)
+
+
+def expert_matvec(
+    x: torch.Tensor | QuantizedActivations,
+    experts: torch.Tensor,
+    weight: torch.Tensor,
+    fmt: str,
+    in_features: int,
+    share: int,
+) -> torch.Tensor:
+    """Row ``i // share`` of ``x`` times the decoded matrix ``experts[i]``, float32 [len(experts), N]."""
+    if isinstance(x, QuantizedActivations):
+        x = (x.q.to(torch.float32) * x.scale.repeat_interleave(reference.ACTIVATION_BLOCK, -1))[
+            :, :in_features
+        ]
+    products = [
+        matmul(x[i // share][None], weight[expert], fmt, in_features)
+        for i, expert in enumerate(experts.tolist())
+    ]
+    return torch.cat(products)
