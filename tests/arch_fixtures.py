@@ -1,5 +1,6 @@
 """Loads the files of tests/fixtures and the logits that transformers computes for them."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,11 @@ def write_resized(folder: Path, name: str, fmt: str) -> tuple[Path, Path]:
             values = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
             packed[tensor] = dense[tensor] = plain(values)
             continue
-        packed[tensor] = weight(fmt, *shape, seed)
-        blocks = torch.frombuffer(bytearray(packed[tensor][2]), dtype=torch.uint8).view(shape[0], -1)
-        dense[tensor] = plain(reference.dequantize(blocks, fmt))
+        *rows, columns = shape
+        blocks = weight(fmt, math.prod(rows), columns, seed)[2]
+        packed[tensor] = (fmt, shape, blocks)
+        values = torch.frombuffer(bytearray(blocks), dtype=torch.uint8).view(math.prod(rows), -1)
+        dense[tensor] = plain(reference.dequantize(values, fmt).view(shape))
     return (
         write_gguf(folder / f"{name}-{fmt}.gguf", keys, packed),
         write_gguf(folder / f"{name}-dense.gguf", keys, dense),
@@ -105,5 +108,8 @@ def _resized(metadata: Mapping[str, Any], arch: str, width: int, head_dim: int) 
         sizes["rope.dimension_count"] = head_dim if full else head_dim // 2
     if f"{arch}.attention.sliding_window_pattern" in metadata:
         sizes["attention.sliding_window_pattern"] = [True]
+    for key in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        if f"{arch}.{key}" in metadata:
+            sizes[key] = width
     kept = {key: value for key, value in metadata.items() if key.startswith((f"{arch}.", "general.arch"))}
     return kept | {f"{arch}.{key}": value for key, value in sizes.items()}

@@ -146,6 +146,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "internlm2": ("Llama", BOUND),
     "mistral3": ("Ministral3", FREE | {"rope_parameters": MINISTRAL}),
+    "mixtral": (
+        "Mixtral",
+        FREE | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24},
+    ),
+    "qwen2moe": (
+        "Qwen2Moe",
+        BOUND
+        | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+        | {"shared_expert_intermediate_size": 28},
+    ),
+    "qwen3moe": (
+        "Qwen3Moe",
+        FREE
+        | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
 }
 
 
@@ -171,7 +187,7 @@ def _values(stem: str, key: str, parameter: torch.Tensor, generator: torch.Gener
     if parameter.ndim == 1:
         # Gemma's norms multiply with one more than their weight
         return noise.sigmoid() * 1.6 + (-0.8 if stem.startswith("Gemma") else 0.2)
-    spread = 1.0 if "embed" in key else 1.6 / parameter.shape[1] ** 0.5
+    spread = 1.0 if "embed" in key else 1.6 / parameter.shape[-1] ** 0.5
     return (noise * spread).half().float()
 
 

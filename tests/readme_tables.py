@@ -37,6 +37,8 @@ def _conventions(arch: ArchSpec) -> list[str]:
         f"{norm} behind attention and MLP only": not arch.pre_norms,
         f"{'gated ' if arch.gated else ''}{arch.activation.replace('_', ' ')} MLP": True,
         "fused gate and up": arch.fused_gate_up,
+        f"experts{'' if arch.experts == 'every file' else ' where told'}": arch.experts is not None,
+        "a shared expert": arch.shared_expert,
         "post-norms": arch.post_norms and arch.pre_norms,
         qk_norm.get(str(arch.qk_norm), ""): arch.qk_norm is not None,
         "parallel residual": arch.parallel_residual,

@@ -118,7 +118,7 @@ def test_linear_rope_scaling_divides_positions(tmp_path, ids):
         ({"llama.attention.value_length": 12}, UnsupportedArchitectureError, "value_length"),
         ({"llama.rope.dimension_count": 13}, ValueError, "13 of the 24"),
         ({"llama.rope.dimension_count": 26}, ValueError, "26 of the 24"),
-        ({"llama.expert_count": 8}, UnsupportedArchitectureError, "experts"),
+        ({"llama.expert_count": 8}, ValueError, "expert_used_count"),
         (
             {"llama.rope.scaling.type": "ntk", "llama.rope.scaling.factor": 2.0},
             UnsupportedArchitectureError,

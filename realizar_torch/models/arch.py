@@ -61,6 +61,15 @@ class ArchSpec:
     # Gate and up projection are one tensor, the gate's rows first.
     fused_gate_up: bool = False
 
+    # The MLPs are mixtures of experts, or may be dense where the file has no experts.
+    experts: Literal["some files", "every file"] | None = None
+    # Weights of a token's experts are scaled to add up to 1, where the file does not say.
+    normalized_experts: bool = False
+    # One more expert is used by every token, times a gate.
+    shared_expert: bool = False
+    # A file that tells one inner size only means that of all used experts together.
+    split_experts: bool = False
+
     # A learned vector per position is added to the embedding.
     learned_positions: bool = False
     # Embeddings are multiplied by sqrt(hidden_size); a tied head uses them unscaled.
@@ -86,10 +95,31 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
     {
         spec.name: spec
         for spec in (
-            ArchSpec("llama", interleaved_qk=True, sliding_pattern=(True,), hidden_window=True),
+            ArchSpec(
+                "llama",
+                interleaved_qk=True,
+                sliding_pattern=(True,),
+                hidden_window=True,
+                experts="some files",
+                normalized_experts=True,
+            ),
             ArchSpec("smollm3", interleaved_qk=True, rotary_pattern=(True, True, True, False)),
             ArchSpec("qwen2", biases=QUERY_KEY_VALUE, sliding_pattern=(True,), hidden_window=True),
             ArchSpec("qwen3", qk_norm="head"),
+            ArchSpec(
+                "qwen2moe",
+                biases=QUERY_KEY_VALUE,
+                experts="every file",
+                shared_expert=True,
+                split_experts=True,
+            ),
+            ArchSpec(
+                "qwen3moe",
+                qk_norm="head",
+                experts="every file",
+                normalized_experts=True,
+                split_experts=True,
+            ),
             ArchSpec("phi3", fused_gate_up=True, sliding_pattern=(True,)),
             ArchSpec("gemma", activation="gelu_tanh", scale_embedding=True),
             ArchSpec(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from realizar_torch import ops
 from realizar_torch.checkpoint.gguf import TensorInfo
 from realizar_torch.checkpoint.gguf_errors import shown_path
 from realizar_torch.checkpoint.source import ModelSource
@@ -17,6 +18,7 @@ from realizar_torch.models.tensors import (
     MODEL_TENSORS,
     ROPE_DIVISORS,
     SHORT_DIVISORS,
+    has_experts,
     has_mlp_norm,
     has_norm_bias,
     has_qk_norm,
@@ -25,6 +27,13 @@ from realizar_torch.models.tensors import (
 from realizar_torch.models.transformer import Block
 from realizar_torch.nn.attention import Attention
 from realizar_torch.nn.embedding import QuantizedEmbedding
+from realizar_torch.nn.experts import (
+    DenseExperts,
+    GatedExperts,
+    MixtureOfExperts,
+    QuantizedExperts,
+    Scores,
+)
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.nn.mlp import MLP, GatedMLP
 from realizar_torch.nn.norm import LayerNorm, PerHeadNorm, RMSNorm
@@ -123,7 +132,7 @@ class ModelBuilder:
             self.norm(names["attn_norm"]) if arch.pre_norms else None,
             self._attention(layer, names),
             self.norm(names["mlp_norm"]) if mlp_norm else None,
-            self._mlp(names),
+            self._experts(names) if has_experts(config, layer, self.file.tensors) else self._mlp(names),
             self.norm(names["post_attn_norm"]) if arch.post_norms else None,
             self.norm(names["post_mlp_norm"]) if arch.post_norms else None,
             parallel=config.parallel_residual or (arch.pre_norms and not mlp_norm),
@@ -204,6 +213,42 @@ class ModelBuilder:
         else:
             gate_proj, up_proj = self.linear(names["mlp.gate_proj"]), self.linear(up)
         return GatedMLP(gate_proj, up_proj, down_proj, activation=arch.activation)
+
+    def _experts(self, names: Mapping[str, str]) -> MixtureOfExperts:
+        experts, activation = self.config.experts, self.config.arch.activation
+        assert experts is not None
+        parts = ("gate_proj", "up_proj", "down_proj")
+        shared_expert = shared_gate = None
+        if experts.shared_size:
+            linears = (self.linear(names[f"mlp.shared_expert.{part}"]) for part in parts)
+            shared_expert = GatedMLP(*linears, activation=activation)
+            shared_gate = self._scores(names["mlp.shared_gate"])
+        return MixtureOfExperts(
+            self._scores(names["mlp.router"]),
+            GatedExperts(
+                *(self._matrices(names[f"mlp.experts.{part}"]) for part in parts), activation=activation
+            ),
+            shared_expert,
+            shared_gate,
+            used=experts.used,
+            normalized=experts.normalized,
+        )
+
+    def _matrices(self, name: str) -> QuantizedExperts | DenseExperts:
+        info = self.file.tensors[f"{name}.weight"]
+        weight = self._weight(info)
+        if info.fmt.packed:
+            return QuantizedExperts(weight, info.shape[2], info.fmt.name, activations=self.activations)
+        return DenseExperts(weight)
+
+    def _scores(self, name: str) -> Scores:
+        """In float32, also where the file has it packed, as some old ones do."""
+        info = self.file.tensors[f"{name}.weight"]
+        stored = self.file.read(info.name)
+        if info.fmt.packed:
+            stored = ops.dequantize(stored, info.fmt.name, info.shape[-1])
+        weight = stored.to(device=self.device, dtype=torch.float32, copy=True)
+        return Scores(weight.view(-1, info.shape[-1]))
 
 
 def _half_split_order(heads: int, head_dim: int, rotary_dim: int) -> Tensor:

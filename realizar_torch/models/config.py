@@ -8,6 +8,7 @@ from typing import Any
 from realizar_torch.checkpoint.overridden import wrong_entry
 from realizar_torch.errors import UnsupportedArchitectureError
 from realizar_torch.models.arch import ArchSpec, get_arch
+from realizar_torch.models.experts import Experts, read_experts
 from realizar_torch.models.metadata import MODULE_ROWS, Keys, require
 from realizar_torch.models.rope_scaling import RopeScaling, read_rope_scaling
 
@@ -50,6 +51,8 @@ class ModelConfig:
     logit_scale: float = 1.0
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
+    # Mixtures of experts, in all layers whose tensors are not those of a dense MLP.
+    experts: Experts | None = None
 
     @property
     def q_dim(self) -> int:
@@ -123,6 +126,7 @@ class ModelConfig:
             logit_scale=1.0 / logit_scale if arch.logit_scale == "divides" else logit_scale,
             attention_softcap=_softcap(keys, "attn_logit_softcapping", arch.attention_softcap),
             final_softcap=_softcap(keys, "final_logit_softcapping", arch.final_softcap),
+            experts=read_experts(keys, arch),
         )
 
 
@@ -195,10 +199,6 @@ def _softcap(keys: Keys, name: str, default: float) -> float:
 
 def _refuse_other_mathematics(keys: Keys, arch: ArchSpec) -> None:
     """UnsupportedArchitectureError for a key that would change the result and that nobody here honours."""
-    if experts := keys.optional("expert_count", int, 0):
-        raise UnsupportedArchitectureError(
-            f"{keys.source}: {arch.name} with {experts} experts is not supported"
-        )
     if arch.logit_scale is None and keys.factor("logit_scale") != 1.0:
         raise UnsupportedArchitectureError(
             f"{keys.source}: a logit_scale is not supported in {arch.name} models, whose files have none"

@@ -33,8 +33,8 @@ _OTHER_SENSES = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\."
 )
 _LANGUAGE_PREFIX = re.compile(r"(?<![^.])language_model\.")
-# One norm for each head, which GGUF stacks.
-_NUMBERED = re.compile(r"\.norms\.(?P<number>\d+)(?=\.)")
+# One norm for each head, one matrix for each expert, which GGUF stacks.
+_NUMBERED = re.compile(r"(?:\.norms|(?<=\.experts))\.(?P<number>\d+)(?=\.)")
 _FORMATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _MAX_NAMES_SHOWN = 8
 

@@ -33,6 +33,7 @@ from realizar_torch.models.saved_format import (
 )
 from realizar_torch.models.transformer import Transformer
 from realizar_torch.nn.embedding import QuantizedEmbedding
+from realizar_torch.nn.experts import QuantizedExperts
 from realizar_torch.nn.layout import PackedModule
 from realizar_torch.nn.linear import QuantizedLinear
 
@@ -142,7 +143,8 @@ def _all_entries(model: Transformer) -> Iterator[_Entry]:
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         if isinstance(module, PackedModule):
-            stored, shape = module.stored, (len(module.stored), _columns(module))
+            stored = module.stored
+            shape = (*stored.shape[:-1], _columns(module))
             yield _Entry(f"{prefix}weight", module.fmt, shape, stored, module.layout)
         persistent = (item for item in module.named_buffers(recurse=False) if item[0] in _saved(module))
         for name, tensor in (*module.named_parameters(recurse=False), *persistent):
@@ -158,7 +160,7 @@ def _all_entries(model: Transformer) -> Iterator[_Entry]:
 def _columns(module: PackedModule) -> int:
     if isinstance(module, QuantizedEmbedding):
         return module.embedding_dim
-    assert isinstance(module, QuantizedLinear)
+    assert isinstance(module, QuantizedLinear | QuantizedExperts)
     return module.in_features
 
 

@@ -15,6 +15,7 @@ from realizar_torch.models.hf_directory import CONFIG_FILE as HF_CONFIG
 from realizar_torch.models.hf_directory import HFDirectory
 from realizar_torch.models.saved_directory import SavedDirectory
 from realizar_torch.models.saved_format import CONFIG_FILE as SAVED_CONFIG
+from realizar_torch.models.stacked_experts import with_stacked_experts
 
 _TOKENIZER_JSON = "tokenizer.json"
 
@@ -37,7 +38,7 @@ def open_source(path: str | os.PathLike[str]) -> ModelSource:
         found = f"safetensors, but neither {HF_CONFIG} nor {SAVED_CONFIG}"
         expected = f"{HF_CONFIG} (Hugging Face) or {SAVED_CONFIG} (rt.save) beside them"
         raise damaged(shown_path(directory), "directory", found, expected, "Fetch all files of the model.")
-    return open_gguf(directory)
+    return with_stacked_experts(open_gguf(directory))
 
 
 def is_directory_model(directory: Path) -> bool:

@@ -23,6 +23,14 @@ LAYER_TENSORS: Mapping[str, str] = MappingProxyType(
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
+        "mlp.router": "ffn_gate_inp",
+        "mlp.experts.gate_proj": "ffn_gate_exps",
+        "mlp.experts.up_proj": "ffn_up_exps",
+        "mlp.experts.down_proj": "ffn_down_exps",
+        "mlp.shared_gate": "ffn_gate_inp_shexp",
+        "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+        "mlp.shared_expert.up_proj": "ffn_up_shexp",
+        "mlp.shared_expert.down_proj": "ffn_down_shexp",
         "post_mlp_norm": "post_ffw_norm",
     }
 )
@@ -85,6 +93,11 @@ def has_mlp_norm(config: ModelConfig, layer: int, tensors: Mapping[str, TensorIn
     )
 
 
+def has_experts(config: ModelConfig, layer: int, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether a layer has a mixture of experts: in a model with experts, all layers without a dense MLP."""
+    return config.experts is not None and f"blk.{layer}.{LAYER_TENSORS['mlp.up_proj']}.weight" not in tensors
+
+
 def has_qk_norm(config: ModelConfig, layer: int, tensors: Mapping[str, TensorInfo]) -> bool:
     """Whether q and k of a layer are normed."""
     name = LAYER_TENSORS["self_attn.q_norm"]
@@ -97,13 +110,18 @@ def _expect_linears(
 ) -> None:
     hidden, inner, arch = config.hidden_size, config.intermediate_size, config.arch
     names, biased = layer_names(layer, tensors), set(arch.biases)
-    shapes: Shapes = {
-        "self_attn.o_proj": (hidden, config.q_dim),
-        "mlp.up_proj": (2 * inner if arch.fused_gate_up else inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    if arch.gated and not arch.fused_gate_up:
-        shapes["mlp.gate_proj"] = (inner, hidden)
+    shapes: Shapes = {"self_attn.o_proj": (hidden, config.q_dim)}
+    if has_experts(config, layer, tensors):
+        required |= {f"{names[module]}.weight": shape for module, shape in _expert_shapes(config).items()}
+        gate = f"{names['mlp.shared_gate']}.weight"
+        if gate in required and gate in tensors and len(tensors[gate].shape) == 1:
+            # a matrix of one row, which some writers store as a vector
+            required[gate] = (hidden,)
+    else:
+        shapes["mlp.up_proj"] = (2 * inner if arch.fused_gate_up else inner, hidden)
+        shapes["mlp.down_proj"] = (hidden, inner)
+        if arch.gated and not arch.fused_gate_up:
+            shapes["mlp.gate_proj"] = (inner, hidden)
     if "self_attn.qkv_proj" in names:
         shapes["self_attn.qkv_proj"] = (config.q_dim + 2 * config.kv_dim, hidden)
         biased |= {"self_attn.qkv_proj"} if biased.intersection(QUERY_KEY_VALUE) else set()
@@ -113,6 +131,23 @@ def _expect_linears(
     for module, shape in shapes.items():
         required[f"{names[module]}.weight"] = shape
         (required if module in biased else optional)[f"{names[module]}.bias"] = shape[:1]
+
+
+def _expert_shapes(config: ModelConfig) -> Shapes:
+    hidden, experts = config.hidden_size, config.experts
+    assert experts is not None
+    count, inner, shared = experts.count, experts.inner_size, experts.shared_size
+    shapes: Shapes = {
+        "mlp.router": (count, hidden),
+        "mlp.experts.gate_proj": (count, inner, hidden),
+        "mlp.experts.up_proj": (count, inner, hidden),
+        "mlp.experts.down_proj": (count, hidden, inner),
+    }
+    if shared:
+        shapes["mlp.shared_gate"] = (1, hidden)
+        shapes["mlp.shared_expert.gate_proj"] = shapes["mlp.shared_expert.up_proj"] = (shared, hidden)
+        shapes["mlp.shared_expert.down_proj"] = (hidden, shared)
+    return shapes
 
 
 def _expect_norms(

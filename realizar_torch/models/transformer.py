@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from realizar_torch.errors import CacheFullError, FormatError
 from realizar_torch.models.config import ModelConfig
 from realizar_torch.nn.attention import Attention, AttentionInputs, attention_mask
+from realizar_torch.nn.experts import MixtureOfExperts
 from realizar_torch.nn.kv_cache import KVCache
 from realizar_torch.nn.mlp import MLP, GatedMLP
 from realizar_torch.nn.norm import RMSNorm
@@ -33,7 +34,7 @@ class Block(nn.Module):
     it has no norm of its own. ``residual_scale`` multiplies what attention and MLP add.
     """
 
-    # norms of either kind, or None; an MLP with a gate or without
+    # norms of either kind, or None; an MLP with a gate or without, or a mixture of experts
     attn_norm: Any
     mlp_norm: Any
     mlp: Any
@@ -43,7 +44,7 @@ class Block(nn.Module):
         attn_norm: RMSNorm | None,
         self_attn: Attention,
         mlp_norm: RMSNorm | None,
-        mlp: GatedMLP | MLP,
+        mlp: GatedMLP | MLP | MixtureOfExperts,
         post_attn_norm: RMSNorm | None = None,
         post_mlp_norm: RMSNorm | None = None,
         *,

@@ -17,6 +17,12 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def activation_of(name: str) -> Callable[[Tensor], Tensor]:
+    """The function called "silu", "gelu" (exact) or "gelu_tanh"; FormatError for other names."""
+    check_choice("activation", name, tuple(_ACTIVATIONS))
+    return _ACTIVATIONS[name]
+
+
 class GatedMLP(nn.Module):
     """``activation``: "silu", "gelu" (exact) or "gelu_tanh"; the projections are packed or dense."""
 

@@ -1,0 +1,166 @@
+"""A mixture of experts in the place of an MLP: a router sends each token through a few gated MLPs of many."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from realizar_torch import ops
+from realizar_torch.errors import FormatError
+from realizar_torch.nn import packed
+from realizar_torch.nn.layout import PackedModule
+from realizar_torch.nn.mlp import GatedMLP, activation_of
+from realizar_torch.ops.grouping import groups
+from realizar_torch.ops.normalization import compute_dtype
+
+
+class QuantizedExperts(PackedModule):
+    """One packed matrix for each expert; every row of the input is multiplied by those of its experts.
+
+    ``weight``: ``uint8 [num_experts, out_features, row_bytes]``, frozen bytes of ``fmt`` blocks; everything
+    else as in ``QuantizedLinear``.
+    """
+
+    def __init__(self, blocks: Tensor, in_features: int, fmt: str, *, activations: str = "float") -> None:
+        super().__init__()
+        packed.check_activations(activations)
+        if blocks.ndim != 3:
+            raise FormatError(f"blocks have shape {list(blocks.shape)}, expected [experts, rows, row_bytes]")
+        packed.wrap_blocks(blocks[0], in_features, fmt)
+        self.num_experts, self.out_features, _ = blocks.shape
+        self.in_features, self.fmt, self.activations = in_features, fmt, activations
+        self.weight = nn.Parameter(blocks, requires_grad=False)
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        """x [..., 1 or used, in_features], experts int64 [..., used] -> [..., used, out_features]."""
+        return ops.expert_linear(
+            x,
+            experts,
+            self.stored,
+            self.fmt,
+            self.in_features,
+            activations=self.activations,
+            layout=self.layout,
+        )
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The decoded weights ``[num_experts, out_features, in_features]``."""
+        rows = self.stored.flatten(0, 1)
+        values = ops.dequantize(rows, self.fmt, self.in_features, dtype=dtype, layout=self.layout)
+        return values.unflatten(0, (self.num_experts, self.out_features))
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_experts} experts, in_features={self.in_features}, out_features={self.out_features}, "
+            f"activations={self.activations}, {super().extra_repr()}"
+        )
+
+
+class DenseExperts(nn.Module):
+    """As ``QuantizedExperts``, with a float ``weight [num_experts, out_features, in_features]``."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        """x [..., 1 or used, in_features], experts int64 [..., used] -> [..., used, out_features]."""
+        rows = x.expand(*experts.shape, x.shape[-1]).flatten(0, -2)
+        ids, weight = experts.flatten(), self.weight
+        if len(ids) <= ops.STEP_ROWS * experts.shape[-1]:
+            # a token at a time: nobody waits for a GPU, and few matrices are copied at once
+            used = experts.shape[-1]
+            parts = zip(ids.split(used), rows.split(used), strict=True)
+            y = torch.cat([(weight[chosen] @ row[..., None])[..., 0] for chosen, row in parts])
+        else:
+            y = rows.new_zeros(len(ids), weight.shape[1])
+            for expert, places in groups(ids, len(weight)):
+                y[places] = functional.linear(rows[places], weight[expert])
+        return y.view(*experts.shape, -1)
+
+    def extra_repr(self) -> str:
+        experts, out_features, in_features = self.weight.shape
+        return f"{experts} experts, in_features={in_features}, out_features={out_features}"
+
+
+class GatedExperts(nn.Module):
+    """down(activation(gate(x)) * up(x)) of each expert that a row goes to; packed or dense."""
+
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
+
+    def __init__(self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module, *, activation: str):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
+        activation_of(activation)
+        self.activation = activation
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        """x [..., hidden], experts int64 [..., used] -> [..., used, hidden]."""
+        x = x[..., None, :]
+        gate, up = self.gate_proj(x, experts), self.up_proj(x, experts)
+        return self.down_proj(activation_of(self.activation)(gate) * up, experts)
+
+    def extra_repr(self) -> str:
+        return self.activation
+
+
+class Scores(nn.Module):
+    """A small linear without bias, computed in float32 whatever the model's dtype: it decides on routes.
+
+    ``weight [out_features, in_features]``, any float type; no nn.Linear, which would be quantized as one.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] -> float32 (float64 for float64) [..., out_features]."""
+        dtype = compute_dtype(x.dtype)
+        return functional.linear(x.to(dtype), self.weight.to(dtype))
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
+
+
+class MixtureOfExperts(nn.Module):
+    """Σ w·expert(x) over the ``used`` experts of the largest probability, and a shared one if there is one.
+
+    The probabilities w are the softmax of all the ``router``'s scores; ``normalized`` makes those of the
+    chosen experts add up to 1. The shared expert's output is multiplied by sigmoid(``shared_gate``(x)).
+    """
+
+    def __init__(
+        self,
+        router: Scores,
+        experts: GatedExperts,
+        shared_expert: GatedMLP | None = None,
+        shared_gate: Scores | None = None,
+        *,
+        used: int,
+        normalized: bool,
+    ):
+        super().__init__()
+        self.router, self.experts = router, experts
+        self.shared_expert, self.shared_gate = shared_expert, shared_gate
+        self.used, self.normalized = used, normalized
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden] -> [..., hidden]."""
+        weights, experts = choose_experts(self.router(x), self.used, self.normalized)
+        y = (self.experts(x, experts) * weights[..., None]).sum(-2)
+        if self.shared_expert is not None and self.shared_gate is not None:
+            y = y + self.shared_gate(x).sigmoid() * self.shared_expert(x)
+        return y.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"used={self.used}, normalized={self.normalized}"
+
+
+def choose_experts(scores: Tensor, used: int, normalized: bool) -> tuple[Tensor, Tensor]:
+    """scores [..., experts] -> the largest probabilities and their experts, int64, both [..., used]."""
+    weights, experts = scores.softmax(-1).topk(used)
+    return (weights / weights.sum(-1, keepdim=True) if normalized else weights), experts
