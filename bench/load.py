@@ -1,16 +1,23 @@
-"""Seconds from a file to the first token, and the memory it takes: best of several fresh processes.
+"""Seconds from a file to the first token, and the memory it takes, in fresh processes.
 
     python bench/load.py --model FILE.gguf [--runs 3]
+    python bench/load.py --model FILE.gguf --device cuda [--out results.json]
 
-Kernels are compiled by a first, uncounted process. "load" is model and tokenizer, "first" the first token.
+On the CPU: best of several processes; kernels are compiled by a first, uncounted one. "load" is model and
+tokenizer, "first" the first token. On a GPU: one process with an empty kernel cache, one that finds what the
+first has compiled, the time split into read, copy, compile and capture; files without a vocabulary too
+(``bench/synthetic.py 8b``).
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
-CHILD = """
+CPU_CHILD = """
 import json, resource, sys, time
 start = time.perf_counter()
 import torch, numba
@@ -18,13 +25,59 @@ imported = time.perf_counter()
 import realizar_torch as rt
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before = peak()
-model, tokenizer = rt.load(sys.argv[1])
+model, tokenizer = rt.load(sys.argv[1], device="cpu")
 loaded, after = time.perf_counter(), peak()
 next(iter(rt.stream(model, tokenizer, "The capital of France is", max_new_tokens=2)))
 first = time.perf_counter()
 print(json.dumps({"import": imported - start, "load": loaded - imported, "first": first - loaded,
                   "MiB": after - before}))
 """
+# the same path as rt.load behind the tokenizer; "again" is the same request with kernels and graph at hand
+GPU_CHILD = """
+import json, sys, time
+start = time.perf_counter()
+import torch
+import realizar_torch as rt
+from realizar_torch.generation.causal_lm import CausalLM
+from realizar_torch.models.loading import load_transformer
+from realizar_torch.models.sources import open_source
+
+class Clock:
+    def __init__(self): self.times = []
+    def put(self, tokens): self.times.append(time.perf_counter())
+    def end(self): pass
+
+def request():
+    clock, begun = Clock(), time.perf_counter()
+    ids = torch.arange(1, 33, device="cuda")[None]
+    tokens = model.generate(ids, max_new_tokens=11, eos_token_id=[], streamer=clock)
+    # the streamer gets the prompt first
+    return clock.times[1] - begun, time.perf_counter() - begun, tokens[0, 32:].tolist()
+
+torch.empty(0, device="cuda")
+imported = time.perf_counter()
+with open(sys.argv[1], "rb", buffering=0) as file:
+    buffer = bytearray(1 << 24)
+    while file.readinto(buffer): pass
+read = time.perf_counter()
+device = torch.device("cuda")
+options = {"dtype": torch.bfloat16, "activations": "int8", "model_class": CausalLM}
+model = load_transformer(open_source(sys.argv[1]), device=device, **options)
+rt.prepack(model)
+torch.cuda.synchronize()
+copied = time.perf_counter()
+first, ten, tokens = request()
+again_first, again_ten, again = request()
+allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+state = model.gpu_states.take(model, 1, 1)
+print(json.dumps({"import": imported - start, "read": read - imported, "copy": copied - read,
+                  "first token": first, "ten steps": ten, "again": again_ten, "again first": again_first,
+                  "same tokens": tokens == again, "graph": vars(state._decoders[1].stats),
+                  "bytes": {"KV cache": state.cache.memory_bytes, "workspace": state.workspace.stats.nbytes,
+                            "allocated": allocated, "peak": peak}}))
+"""
+# seconds to the first token with an empty kernel cache, and with a warm one
+BARS = {"empty": 20.0, "warm": 6.0}
 
 
 def main() -> int:
@@ -32,19 +85,63 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help="a GGUF file")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="write the report as JSON (on a GPU)")
     args = parser.parse_args()
-    runs = [measure(args.model) for _ in range(args.runs + 1)][1:]
+    if args.device == "cuda":
+        return on_gpu(args.model, args.out)
+    runs = [measure(CPU_CHILD, args.model) for _ in range(args.runs + 1)][1:]
     for name, unit in (("import", "s"), ("load", "s"), ("first", "s"), ("MiB", "MiB over the imports")):
         values = [run[name] for run in runs]
         print(f"{name.replace('MiB', 'peak'):>7}: best {min(values):7.2f}  worst {max(values):7.2f} {unit}")
     return 0
 
 
-def measure(model: str) -> dict[str, float]:
-    """One fresh process; kernels come from the disk cache."""
-    done = subprocess.run([sys.executable, "-c", CHILD, model], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+def on_gpu(model: str, out: Path | None) -> int:
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"TRITON_CACHE_DIR": cache}
+        runs = {name: measure(GPU_CHILD, model, environment) for name in BARS}
+    # what a request takes beyond the same request again: compiling and capturing, or capturing alone
+    extra = {name: run["ten steps"] - run["again"] for name, run in runs.items()}
+    for name, run in runs.items():
+        run["file"] = Path(model).stat().st_size
+        run["capture"] = extra["warm"]
+        run["compile"] = max(0.0, extra[name] - extra["warm"])
+        run["total"] = sum(run[part] for part in ("read", "copy", "first token"))
+        print(f"{name} kernel cache: {run['total']:.2f} s to the first token (at most {BARS[name]:.0f})")
+        print(
+            f"  read {run['read']:.2f}, copy {run['copy']:.2f}, first token {run['first token']:.2f}; "
+            f"imports {run['import']:.2f} not counted"
+        )
+        print(
+            f"  11 tokens {run['ten steps']:.2f}: compile {run['compile']:.2f}, capture {run['capture']:.2f}"
+            f", the rest {run['again']:.3f} with its first token after {run['again first']:.3f}"
+        )
+        print(f"  the same tokens again: {run['same tokens']}; {run['graph']}")
+        sizes = run["bytes"]
+        limit = run["file"] + sizes["KV cache"] + sizes["workspace"]
+        print(
+            f"  memory after ten steps {sizes['allocated']:,} B, {sizes['allocated'] - limit:+,} against "
+            f"file {run['file']:,} + KV cache {sizes['KV cache']:,} + workspace {sizes['workspace']:,}; peak "
+            f"{sizes['peak']:,}",
+            flush=True,
+        )
+    if out:
+        out.write_text(json.dumps(runs, indent=1) + "\n")
+    return 0
+
+
+def measure(child: str, model: str, environment: dict[str, str] | None = None) -> dict:
+    """One fresh process; what it prints last."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", child, model],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env=environment,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":
