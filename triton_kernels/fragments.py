@@ -69,7 +69,7 @@ def inner_block(first, i, blocks, FMT: tl.constexpr):
 def load_fragment(row, first, blocks, t, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
     """A thread's bytes of the step at block ``first`` of its row: a tuple of words, nothing computed."""
     if step_blocks(FMT) == 8:
-        return _load_legacy(row, first, blocks, t, FMT, PLANAR, ALIGN)
+        raw = _load_legacy(row, first, blocks, t, FMT, PLANAR, ALIGN)
     elif FMT == "Q4_K" or FMT == "Q5_K":
         raw = load_vector(_address(row, first, blocks, FMT, "d", PLANAR), 4, ALIGN)
         quants = _address(row, first, blocks, FMT, "qs", PLANAR) + 8 * t
