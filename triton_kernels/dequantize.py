@@ -30,9 +30,9 @@ def _decode_rows_kernel(
     """Program (i, j): blocks j*CB … of row first_row + i (or of row ids[i]) → ``out[i]``, w = scale * (q -
     zero) - minimum.
 
-    A thread has the 16 weights of each plane of its unit; they are stored together, so that neighbouring
-    threads fill whole sectors. An id outside 0 … n_rows-1 gives a row of NaN: the id is on the device, so no
-    error can be raised without a sync.
+    Two threads share a unit: each has eight successive weights of every plane, in 16-bit types a store of 16
+    bytes, and the pair fills a whole sector. An id outside 0 … n_rows-1 gives a row of NaN: the id is on the
+    device, so no error can be raised without a sync.
     """
     i = tl.program_id(0).to(tl.int64)
     source = first_row + i
@@ -116,10 +116,10 @@ def _decode(
 
 def _launch(packed: PackedRows, first: int, count: int, ids: torch.Tensor | None, out: torch.Tensor) -> None:
     fmt = packed.fmt.name
-    step = min(triton.next_power_of_2(packed.blocks), 128 // units(fmt))
+    step = min(triton.next_power_of_2(packed.blocks), 64 // units(fmt))
     with on_device(packed.data.device):
         _decode_rows_kernel[(count, triton.cdiv(packed.blocks, step))](
             packed.data, packed.stride, first, packed.rows, packed.blocks, ids, out, packed.in_features,
             FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, CB=step, HAS_IDS=ids is not None,
-            num_warps=4, enable_fp_fusion=True,
+            num_warps=max(1, step * units(fmt) // 16), enable_fp_fusion=True,
         )  # fmt: skip

@@ -4,6 +4,8 @@ import itertools
 from typing import Any
 
 from realizar_torch.caller import warn_caller
+from realizar_torch.generation import gpu_prompt
+from realizar_torch.generation.gpu_prompt import GpuPrompt
 from realizar_torch.generation.gpu_step import GpuStep, why_not
 from realizar_torch.generation.graph import DecodeGraph
 from realizar_torch.generation.workspace import Workspace
@@ -18,6 +20,7 @@ class GpuState:
         self.cache = KVCache(model.config, batch_size, max_positions, device=model.device, dtype=model.dtype)
         self.workspace = Workspace.for_model(model.config, batch_size, device=model.device)
         self.decoder: DecodeGraph | None = None
+        self.prompt: GpuPrompt | None = None
         self._decoders: dict[int, DecodeGraph] = {}
         self._owner, self._made_for = owner, (model.device, model.dtype)
         self._identity: tuple = ()
@@ -40,18 +43,21 @@ class GpuState:
         """Picks the decoder of the cache's batch size; none, with a warning, for a model it does not know."""
         reason = why_not(model, self.cache)
         if reason is not None:
-            self.decoder = None
+            self.decoder = self.prompt = None
             warn_caller(f"decoding runs module by module, which is slower: {reason}")
             return
         identity = _identity(model)
         if identity != self._identity:
             self._decoders.clear()
+            self.prompt = None
             self._identity = identity
         batch_size = self.cache.batch_size
         if batch_size not in self._decoders:
             self._decoders[batch_size] = DecodeGraph(
                 model, batch_size, cache=self.cache, workspace=self.workspace
             )
+        if self.prompt is None and gpu_prompt.why_not(model) is None:
+            self.prompt = GpuPrompt(model)
         self.decoder = self._decoders[batch_size]
         self.decoder.step.refresh()
 

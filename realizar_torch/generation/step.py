@@ -67,8 +67,10 @@ def prefill(
     input_ids int [B, T] -> fp32 logits [B, V] of the last position.
     """
     state.prepare(model)
-    if isinstance(state, DecodeState) and state.fused is not None and state.prompt is not None:
+    if state.fused is not None and state.prompt is not None:
         if input_ids.shape[-1] > 1:
+            if isinstance(state, GpuState):
+                return state.prompt.run(model, input_ids, attention_mask, state.cache)
             return state.prompt.run(input_ids, attention_mask)
         model.begin(input_ids, attention_mask, state.cache)
         return state.fused.run(input_ids[:, 0].long())

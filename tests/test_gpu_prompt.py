@@ -1,0 +1,159 @@
+"""The GPU's prompt pass against the modules and the decode step: interpreted in CI, real sizes on a GPU."""
+
+import pytest
+import random_models
+import torch
+from random_models import write_random_model
+
+from realizar_torch.checkpoint.gguf import open_gguf
+from realizar_torch.models.loading import load_transformer
+from realizar_torch.nn.kv_cache import KVCache
+
+pytest.importorskip("triton")
+
+from realizar_torch.generation import gpu_product, gpu_prompt
+from realizar_torch.generation.gpu_prompt import GpuPrompt
+from realizar_torch.generation.prompt_rows import Piece, passes, rows_of
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# fp32 on both sides, logits of size 10 from sums of up to 288 terms in other orders
+TOLERANCE = 2e-4
+# tokens of a prompt, and of its padding: windows are 5 in the interpreter, 16 on a GPU
+TOKENS, PADDING = (12, 3) if DEVICE.type == "cpu" else (45, 9)
+VARIANTS = {
+    "llama": {"fmt": "Q8_0", "tied": False, "biases": True},
+    "llama-divisors": {"fmt": "Q4_1", "divisors": True},
+    "gemma3": {"fmt": "Q5_0"},
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Sizes that the interpreter runs in seconds; products are the modules' but in one test."""
+    if DEVICE.type == "cpu":
+        sizes = {"LAYERS": 2, "HIDDEN": 32, "INNER": 64, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 24}
+        for name, size in (sizes | {"WINDOW": 5}).items():
+            monkeypatch.setattr(random_models, name, size)
+        monkeypatch.setattr(gpu_product, "MATVEC_ROWS", 10**6)
+
+
+def load(tmp_path, variant, activations="float", dtype=torch.float32):
+    path = tmp_path / "m.gguf"
+    if not path.exists():
+        write_random_model(path, variant.split("-")[0], **VARIANTS[variant])
+    return load_transformer(open_gguf(path), device=DEVICE, dtype=dtype, activations=activations)
+
+
+def ids_of(batch, count):
+    return torch.randint(0, 250, (batch, count), generator=torch.Generator().manual_seed(5)).to(DEVICE)
+
+
+def padded_mask(ids, padding):
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    return mask
+
+
+def fresh_cache(model, batch, capacity=96):
+    cache = KVCache(model.config, batch, capacity, device=DEVICE, dtype=model.dtype)
+    # what nobody has written must not matter
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
+    return cache
+
+
+def run(model, ids, mask=None, cache=None):
+    with torch.inference_mode():
+        return GpuPrompt(model).run(
+            model, ids, mask, fresh_cache(model, len(ids)) if cache is None else cache
+        )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_the_modules_with_left_padding_and_beyond_the_window(tmp_path, variant):
+    model, ids = load(tmp_path, variant), ids_of(2, TOKENS)
+    mask = padded_mask(ids, PADDING)
+    cache, expected_cache = fresh_cache(model, 2), fresh_cache(model, 2)
+    with torch.inference_mode():
+        # modules multiply what lies under the mask by zero
+        expected_cache.values.zero_()
+        expected = model(ids, mask, cache=expected_cache, logits_to_keep=1).logits[:, -1]
+    found = run(model, ids, mask, cache)
+    assert (found - expected).abs().max() <= TOLERANCE
+    assert cache.length == TOKENS
+    for row, start in ((0, PADDING), (1, 0)):
+        for mine, theirs in ((cache.keys, expected_cache.keys), (cache.values, expected_cache.values)):
+            difference = (mine - theirs)[:, row, :, start:TOKENS]
+            assert difference.abs().max() <= TOLERANCE
+            assert mine[:, row, :, :start].isnan().all() and mine[:, row, :, TOKENS:].isnan().all()
+
+
+def test_products_of_many_rows_add_their_biases(tmp_path, monkeypatch):
+    """One layer's products by decoding, against its modules."""
+    monkeypatch.setattr(gpu_product, "MATVEC_ROWS", 8)
+    attention = load(tmp_path, "llama").layers[0].self_attn
+    linears = (attention.q_proj, attention.k_proj)
+    x = torch.randn(9, linears[0].in_features, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    with torch.inference_mode():
+        product = gpu_product.GpuProduct(*linears)
+        found = product(x, x.new_empty(9, product.out_features))
+        expected = torch.cat([linear(x) for linear in linears], 1)
+    assert (found - expected).abs().max() <= TOLERANCE
+
+
+def test_a_long_prompt_in_passes_equals_the_whole(tmp_path, monkeypatch):
+    model, ids = load(tmp_path, "gemma3"), ids_of(2, TOKENS)
+    whole = run(model, ids)
+    # bounds that lie inside sequences
+    monkeypatch.setattr(gpu_prompt, "_TOKENS", TOKENS - 5)
+    assert (run(model, ids) - whole).abs().max() <= TOLERANCE
+
+
+def test_goes_on_behind_a_filled_cache(tmp_path):
+    model, ids = load(tmp_path, "gemma3"), ids_of(2, TOKENS)
+    cache, mask = fresh_cache(model, 2), padded_mask(ids, PADDING)
+    run(model, ids[:, :5], mask[:, :5], cache)
+    found = run(model, ids[:, 5:], None, cache)
+    assert (found - run(model, ids, mask)).abs().max() <= TOLERANCE
+
+
+def test_a_row_is_the_same_alone_and_beside_not_a_number(tmp_path):
+    model, ids = load(tmp_path, "llama"), ids_of(3, TOKENS)
+    together = run(model, ids, padded_mask(ids, PADDING))
+    alone = run(model, ids[:1, PADDING:])
+    assert (alone[0] - together[0]).abs().max() <= TOLERANCE
+    # outside the table: a row of NaN
+    ids[1] = 10**6
+    beside = run(model, ids, padded_mask(ids, PADDING))
+    assert beside[1].isnan().all()
+    assert torch.equal(beside[[0, 2]], together[[0, 2]])
+
+
+def test_decoding_goes_on_where_the_prompt_ends(tmp_path):
+    from realizar_torch.generation.gpu_step import GpuStep
+    from realizar_torch.generation.workspace import Workspace
+
+    model, ids = load(tmp_path, "llama"), ids_of(1, TOKENS)
+    with torch.inference_mode():
+        expected = model(ids, logits_to_keep=1).logits[:, -1]
+        cache = fresh_cache(model, 1)
+        run(model, ids[:, :-1], None, cache)
+        found = GpuStep(model, cache, Workspace.for_model(model.config, 1, device=DEVICE)).run(ids[:, -1])
+    assert (found - expected).abs().max() <= TOLERANCE
+
+
+def test_passes_hold_what_they_may_and_lose_nothing():
+    pieces = [Piece(0, 3, 10, 3), Piece(1, 0, 4), Piece(2, 7, 6, 1, wanted=False)]
+    found = list(passes(pieces, 8))
+    assert [sum(piece.count for piece in part) for part in found] == [8, 8, 4]
+    assert [[(p.sequence, p.slot, p.count, p.wanted) for p in part] for part in found] == [
+        [(0, 3, 8, False)],
+        [(0, 11, 2, True), (1, 0, 4, True), (2, 7, 2, False)],
+        [(2, 9, 4, False)],
+    ]
+    rows = rows_of(found[1], 3, torch.device("cpu"))
+    assert rows.places.tolist() == [[0, 11], [0, 12], [1, 0], [1, 1], [1, 2], [1, 3], [2, 7], [2, 8]]
+    assert rows.positions.tolist() == [8, 9, 0, 1, 2, 3, 6, 7]
+    assert rows.blocks.tolist() == [[0, 0, 11, 2], [2, 1, 0, 3], [5, 1, 3, 1], [6, 2, 7, 2]]
+    assert rows.ends.tolist() == [1, 5]
+    assert rows.end_blocks.tolist() == [[0, 0, 12, 1], [1, 1, 3, 1]]
