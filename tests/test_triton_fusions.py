@@ -143,7 +143,7 @@ ATTENTION_TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (30, 0.0), (0, 5.0)])
-@pytest.mark.parametrize("launch", [None, AttentionLaunch(16, 1, 2, 4, 2)], ids=["one run", "merged runs"])
+@pytest.mark.parametrize("launch", [None, AttentionLaunch(2, 16, 2, 1, 1, 2)], ids=["one run", "merged runs"])
 def test_decode_attention(
     dtype: torch.dtype, window: int, softcap: float, launch: AttentionLaunch | None
 ) -> None:
@@ -210,10 +210,10 @@ def test_decode_attention_at_real_sizes(dtype: torch.dtype, dim: int) -> None:
     # norm weights near 2 make q·k four times as large
     case.scale = 1 / (4 * math.sqrt(dim))
     expected = case.expected()
-    out, _ = case.run(quantize=True)
+    out, _ = case.run(quantize=dim % 32 == 0)
     atol = 5e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
-    again, _ = case.run(quantize=True)
+    again, _ = case.run(quantize=dim % 32 == 0)
     assert torch.equal(out, again)
 
 

@@ -217,7 +217,7 @@ class GpuStep:
         from realizar_torch.triton_kernels.attention import decode_attention
 
         config, cache = self._config, self._cache
-        angles = self._local_angles if config.is_sliding(index) else self._angles
+        cos, sin = self._local_angles if config.is_sliding(index) else self._angles
         norms: dict = {}
         if attention.q_norm is not None and attention.k_norm is not None:
             norms = {
@@ -226,17 +226,19 @@ class GpuStep:
                 "eps": attention.q_norm.eps,
                 "zero_centered": attention.q_norm.zero_centered,
             }
-        # a program of the kernel has the heads of one key head, and quantizes them if they are whole blocks
-        inside = self._int8 and config.q_dim // config.num_kv_heads % ACTIVATION_BLOCK == 0
+        # the kernel quantizes heads of whole blocks
+        inside = self._int8 and config.head_dim % ACTIVATION_BLOCK == 0
         out, quantized = decode_attention(
             self._qkv,
             cache.keys[index],
             cache.values[index],
             self.positions,
-            *angles,
+            cos if attention.rotary else None,
+            sin if attention.rotary else None,
             scale=attention.scale,
             starts=cache.starts,
             window=config.window(index) or 0,
+            softcap=attention.softcap,
             scratch=self._scratch,
             out=self._view(self._workspace.wide, config.q_dim),
             int8=self._int8_view(config.q_dim) if inside else None,
