@@ -22,6 +22,7 @@ from realizar_torch.checkpoint.safetensors_files import SafetensorsFiles
 from realizar_torch.checkpoint.tokenizer_json import tokenizer_metadata
 from realizar_torch.errors import MissingTensorsError
 from realizar_torch.formats import get_format
+from realizar_torch.models.arch import get_arch
 from realizar_torch.models.hf_config import find_hf_model, gguf_metadata, text_config
 from realizar_torch.models.hf_rope import rope_divisors
 
@@ -152,7 +153,10 @@ def _gguf_names(files: SafetensorsFiles, arch: str, layers: int, partial: bool) 
         raise MissingTensorsError(
             f"{shown_path(files.paths[0])}: {len(files.tensors)} tensors cannot make up {layers} layers"
         )
-    table = gguf.get_tensor_name_map(numbers[arch], layers)
+    tables = [gguf.get_tensor_name_map(numbers[arch], layers)]
+    if get_arch(arch).experts is not None:
+        # the table of a mixture of experts leaves out the MLPs of dense layers
+        tables.append(gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers))
     names: dict[str, dict[int, str]] = {}
     unknown = []
     for stored in files.tensors:
@@ -160,7 +164,8 @@ def _gguf_names(files: SafetensorsFiles, arch: str, layers: int, partial: bool) 
             continue
         numbered = _NUMBERED.search(stored)
         plain = _NUMBERED.sub("", _LANGUAGE_PREFIX.sub("", stored) if partial else stored)
-        name = table.get_name(plain, try_suffixes=(".weight", ".bias"))
+        found = (table.get_name(plain, try_suffixes=(".weight", ".bias")) for table in tables)
+        name = next(filter(None, found), None)
         parts = names.setdefault(name or "", {})
         number = int(numbered["number"]) if numbered else 0
         if name is None or number in parts:
