@@ -10,6 +10,7 @@ from cases import assert_within, float_tolerance, int8_kernel_tolerance, random_
 
 from realizar_torch import packing, reference
 from realizar_torch.errors import FormatError
+from realizar_torch.nn.cache_rows import dequantize_rows, quantize_rows
 
 pytest.importorskip("triton")
 
@@ -100,6 +101,15 @@ class AttentionCase:
             self.norms = gains | {"eps": 1e-6, "zero_centered": True}
         self.heads = self.qkv.double().view(batch, -1, dim).split([q_heads, kv_heads, kv_heads], 1)
 
+        self.scales = {}
+
+    def pack(self, dtype):
+        """Both caches in an 8-bit type; k and v become what a reader sees."""
+        (k, k_scales), (v, v_scales) = (quantize_rows(rows, dtype) for rows in (self.k, self.v))
+        self.scales = {"k_scales": k_scales, "v_scales": v_scales}
+        self.k, self.v = (dequantize_rows(*pair, torch.float64) for pair in ((k, k_scales), (v, v_scales)))
+        return k, v
+
     def run(self, **options):
         options |= {"scale": self.scale} | self.norms
         return decode_attention(self.qkv, self.k, self.v, self.positions, self.cos, self.sin, **options)
@@ -115,7 +125,8 @@ class AttentionCase:
         at = self.positions - (0 if starts is None else starts)
         return *(rotated(p, self.cos[at][:, None], self.sin[at][:, None]) for p in (q, k)), v
 
-    def expected(self, starts=None, window=0, softcap=0.0):
+    def expected(self, starts=None, window=0, softcap=0.0, stored=False):
+        """``stored``: the new rows as the caches hold them."""
         q, k_new, v_new = self.new_heads(starts)
         dtype, group = self.k.dtype, q.shape[1] // k_new.shape[1]
         out = torch.zeros_like(q)
@@ -123,6 +134,8 @@ class AttentionCase:
             start = 0 if starts is None else int(starts[b])
             if window:
                 start = max(start, position + 1 - window)
+            if stored:
+                k_new[b], v_new[b] = self.k[b, :, position], self.v[b, :, position]
             for h in range(q.shape[1]):
                 keys = torch.cat(
                     [self.k[b, h // group, start:position], k_new[b, h // group, None].to(dtype)]
@@ -175,6 +188,32 @@ def test_the_new_position_is_rotated_and_written(rotary: int, normed: bool, padd
         assert torch.equal(case.v[row, :, position].double(), v[row])
         before[row, position] = case.store[row, position]
     assert torch.equal(case.store, before), "another position was written"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("launch", [None, AttentionLaunch(2, 16, 2, 1, 1, 2)], ids=["one run", "merged runs"])
+def test_caches_of_8_bits(dtype: torch.dtype, launch: AttentionLaunch | None) -> None:
+    case = AttentionCase([70, 0], torch.float32, q_heads=3, kv_heads=1, capacity=80)
+    k, v = case.pack(dtype)
+    _, k_new, v_new = case.new_heads()
+    found, _ = decode_attention(
+        case.qkv, k, v, case.positions, case.cos, case.sin, scale=case.scale, launch=launch, **case.scales
+    )
+    for row, position in enumerate(case.positions.tolist()):
+        for cache, seen, scales, new in (
+            (k, case.k, case.scales["k_scales"], k_new), (v, case.v, case.scales["v_scales"], v_new)
+        ):  # fmt: skip
+            elements, scale = quantize_rows(new[row], dtype)
+            torch.testing.assert_close(scales[row, :, position], scale, rtol=1e-6, atol=0)
+            stored = dequantize_rows(cache[row, :, position], scales[row, :, position], torch.float64)
+            # a sum in another order may round to the neighbour
+            near = dequantize_rows(elements, scale, torch.float64)
+            step = scale[:, None] if dtype == torch.int8 else near.abs() / 8 + scale[:, None] / 512
+            assert ((stored - near).abs() <= 1.001 * step).all() and (stored == near).double().mean() > 0.9
+            seen[row, :, position] = stored
+    # the new rows are those that were stored
+    expected = case.expected(stored=True)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=ATTENTION_TOLERANCE[torch.bfloat16])
 
 
 def test_a_position_outside_the_cache_is_not_written() -> None:

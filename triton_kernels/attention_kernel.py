@@ -118,9 +118,8 @@ def attention_kernel(
             at = column.to(tl.int64)[:, :, None]
             k = tl.load(keys + at * k_position + lane[None, None, :], mask=mask, other=0.0)
             v = tl.load(values + at * v_position + lane[None, None, :], mask=mask, other=0.0)
-            k, v = k.to(TYPE), v.to(TYPE)
-            if INTERPRETED:
-                k, v = k.to(tl.float32), v.to(tl.float32)
+            OPERAND: tl.constexpr = tl.float32 if INTERPRETED else TYPE
+            k, v = k.to(OPERAND), v.to(OPERAND)
             score = tl.dot(rows, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
             if PACKED:
                 score *= tl.load(k_scales + scales + column, mask=live, other=0)[:, None, :]
@@ -152,8 +151,8 @@ def attention_kernel(
             tl.store(values + place * v_position + lane[None, :], v, mask=written)
             if PACKED:
                 at = scales + place + tl.arange(0, 1)
-                tl.store(k_scales + at, k_scale, mask=known)
-                tl.store(v_scales + at, v_scale, mask=known)
+                tl.store(k_scales + at, k_scale, mask=at < tl.where(known, at + 1, 0))
+                tl.store(v_scales + at, v_scale, mask=at < tl.where(known, at + 1, 0))
             score = tl.sum(query.to(tl.float32) * k_seen, 1) * scale
             score = tl.where(known, _squash(score, softcap, HAS_SOFTCAP), float("nan"))
             top = tl.maximum(top, score)

@@ -3,7 +3,18 @@
 import triton
 import triton.language as tl
 
-from realizar_torch.triton_kernels.primitives import cast, round_half_even
+from realizar_torch.triton_kernels.primitives import INTERPRETED, cast, round_half_even
+
+
+@triton.jit
+def _on_e4m3_grid(x):
+    """An fp32 value of at most 448 rounded to nearest even in e4m3, which the interpreter truncates to."""
+    if INTERPRETED:
+        exponent = (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
+        # three bits behind the leading one, and none below 2^-9
+        step = (tl.maximum(exponent - 3, 127 - 9) << 23).to(tl.float32, bitcast=True)
+        x = round_half_even(x / step).to(tl.float32) * step
+    return x
 
 
 @triton.jit
@@ -26,7 +37,7 @@ def packed_row(row, TYPE: tl.constexpr):
         if tl.int8 == TYPE:
             stored = tl.minimum(tl.maximum(round_half_even(scaled), -127), 127).to(TYPE)
         else:
-            stored = scaled.to(TYPE)
+            stored = _on_e4m3_grid(scaled).to(TYPE)
         seen = stored.to(tl.float32) * scale[:, None]
     else:
         stored = cast(row, TYPE)
