@@ -30,9 +30,9 @@ def main() -> None:
     target = targets[parser.parse_args().target]
     print(f"{target.name}: instructions per weight (matvec), per 64 products (matmul)")
     for fmt in (name for name, spec in FORMATS.items() if spec.packed):
-        # legacy formats go four blocks at a time, the others by super-block
+        # legacy formats go four blocks at a time, Q4_K to Q6_K four rows, the others by super-block
         size = FORMATS[fmt].block_size
-        weights = 4 * size if size == 32 else size
+        weights = size if fmt in ("Q2_K", "Q3_K") else 4 * size
         sub = 16 if fmt in SUB_BLOCKS_OF_16 else 32
         products = sub * 16 * target.tile_vectors * target.tile_columns
         rows, tile = loops(fmt, target)

@@ -1,7 +1,7 @@
 """Packed matrices of chosen experts times a vector each: tiles of rows of all choices in one dispatch."""
 
+from realizar_torch.cpu_kernels.int8_rows import rows_of_tile
 from realizar_torch.cpu_kernels.jit import jit
-from realizar_torch.cpu_kernels.matvec import TILE_ROWS
 from realizar_torch.cpu_kernels.memory import fetch_add_i64, load_i64
 from realizar_torch.cpu_kernels.native import call_native
 
@@ -33,14 +33,15 @@ def expert_tiles(
     Addresses: ``weight`` [E, rows, row_bytes], ``experts`` int64, ``out`` fp32 [count, rows], ``counter``
     a zero int64. Strides are bytes between vectors.
     """
-    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+    height = rows_of_tile(rows, row_bytes, n_threads)
+    tiles = (rows + height - 1) // height
     while True:
         tile = fetch_add_i64(counter, 1)
         if tile >= count * tiles:
             return
-        choice, first = tile // tiles, tile % tiles * TILE_ROWS
+        choice, first = tile // tiles, tile % tiles * height
         matrix = weight + load_i64(experts, 8 * choice) * rows * row_bytes
         row = choice // share
         vector = (x + x_stride * row, scale + scale_stride * row, sums + sums_stride * row)
-        last = min(first + TILE_ROWS, rows)
+        last = min(first + height, rows)
         call_native(kernel, (matrix, row_bytes, first, last, width, *vector, out + 4 * rows * choice))

@@ -5,6 +5,7 @@ quantized vector (int8 q; fp32 scale per 32; fp32 sums = scale * sum of 16 q). T
 Products and offsets are exact integers; rounding starts with the fp32 product by ``d * scale``.
 """
 
+from realizar_torch.cpu_kernels.int8_rows import FAR
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import load_f16, load_f32, load_u32
 from realizar_torch.cpu_kernels.simd import (
@@ -35,9 +36,6 @@ from realizar_torch.cpu_kernels.simd_unpack import (
 )
 from realizar_torch.cpu_kernels.targets import dot_i8, dot_u8
 from realizar_torch.formats import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
-
-# bytes; weights are read once, in order, and the hardware prefetcher alone reaches half the bandwidth
-PREFETCH_DISTANCE = 3072
 
 # the low nibbles of a 16-byte block are its first 16 weights, the high nibbles the others
 _low_then_high = twice(4, 16)
@@ -110,7 +108,7 @@ def _row_dot(fmt, products):
         for group in range(n_blocks // 4):
             block, x = row + 4 * size * group, q + 128 * group
             for line in range(0, 4 * size, 64):
-                prefetch(block + line + PREFETCH_DISTANCE)
+                prefetch(block + line + FAR)
             if affine:
                 d_m = load_half_pairs(block, size)
                 minima = fma(_each_m_twice(d_m), load_f32x8(sums, 32 * group), minima)

@@ -14,20 +14,19 @@ from numba.extending import intrinsic
 
 from realizar_torch.cpu_kernels.int8_k import (
     q3_scales,
-    six_bit_scales,
     then_shifted_1,
     then_shifted_2,
     then_shifted_4,
 )
 from realizar_torch.cpu_kernels.int8_legacy import (
-    PREFETCH_DISTANCE,
     pair_q4_0,
     pair_q4_1,
     pair_q5_0,
     pair_q5_1,
 )
+from realizar_torch.cpu_kernels.int8_rows import FAR
 from realizar_torch.cpu_kernels.jit import jit
-from realizar_torch.cpu_kernels.memory import load_f16, pointer_at, stack_alloc, store_f32
+from realizar_torch.cpu_kernels.memory import load_f16, load_i64, load_u32, pointer_at, stack_alloc, store_f32
 from realizar_torch.cpu_kernels.simd import (
     I32x16,
     i8x16_to_f32x16,
@@ -40,7 +39,7 @@ from realizar_torch.cpu_kernels.simd import (
     store,
     u8x16_to_f32x16,
 )
-from realizar_torch.cpu_kernels.simd_unpack import pair_f32x16
+from realizar_torch.cpu_kernels.simd_unpack import pair_f32x16, u8x16_of
 from realizar_torch.formats import Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
 
 # What unsigned weights are too large by; affine formats have a minimum instead.
@@ -98,6 +97,14 @@ def _chunk_q2_k(block, chunk):
     return then_shifted_2(load_u8x32(block, _Q2_QS + 32 * half)) >> shift & 3
 
 
+@jit(device=True)
+def _six_bit_scales(scales):
+    """The 12 bytes of Q4_K and Q5_K scales as bytes [scales 0-3, minima 0-3, scales 4-7, minima 4-7]."""
+    first, rest = load_i64(scales), load_u32(scales, 8)
+    low_nibbles = (rest | rest << 28) & 0x0F0F0F0F0F0F0F0F
+    return u8x16_of(first & 0x3F3F3F3F3F3F3F3F, low_nibbles | (first >> 2) & 0x3030303030303030)
+
+
 def _affine_scales(fmt):
     """Scales and minima of a Q4_K or Q5_K super-block, alternating, for one row in ``words``."""
     scales, dmin = fmt.offset("scales"), fmt.offset("dmin")
@@ -105,7 +112,7 @@ def _affine_scales(fmt):
     @jit(device=True)
     def load_scales(block, words):
         d_dmin = _alternating(pair_f32x16(load_f16(block), load_f16(block, dmin)))
-        store(words, _interleaved(u8x16_to_f32x16(six_bit_scales(block + scales))) * d_dmin)
+        store(words, _interleaved(u8x16_to_f32x16(_six_bit_scales(block + scales))) * d_dmin)
 
     return load_scales
 
@@ -174,7 +181,7 @@ def _legacy_panel(fmt, unpack):
             for row in range(n_rows):
                 start = rows + row * row_bytes
                 first, second = start + size * position, start + size * partner
-                prefetch(first + PREFETCH_DISTANCE)
+                prefetch(first + FAR)
                 store(words, unpack(first, second), 64 * row)
                 target = scales + 2 * pair * scale_bytes + 4 * row
                 store_f32(target, load_f16(first))
@@ -198,7 +205,7 @@ def _k_panel(fmt, chunk, load_scales, scale_and_minimum_apart=False):
             for row in range(n_rows):
                 start = rows + row * row_bytes + size * block
                 for line in range(0, size, 64):
-                    prefetch(start + line + PREFETCH_DISTANCE)
+                    prefetch(start + line + FAR)
                 load_scales(start, words + 64 * row)
             if scale_and_minimum_apart:
                 target = scales + 2048 * (block - first_block)

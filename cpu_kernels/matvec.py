@@ -1,12 +1,10 @@
 """Packed weights times one or a few vectors: tiles of rows handed out to threads by an atomic counter."""
 
+from realizar_torch.cpu_kernels.int8_rows import rows_of_tile
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import fetch_add_i64, load_f32, store_f32
 from realizar_torch.cpu_kernels.native import call_native
 from realizar_torch.cpu_kernels.step_vectors import activate_row, multiply_row
-
-# Rows a thread takes at a time: their packed bytes stay in the first two cache levels.
-TILE_ROWS = 64
 
 
 @jit
@@ -34,11 +32,12 @@ def matvec_tiles(
 
     ``counter`` is the address of a zero int64; strides are bytes between vectors; a ``bias`` of 0 is none.
     """
+    tile = rows_of_tile(rows, row_bytes, n_threads)
     while True:
-        first = fetch_add_i64(counter, TILE_ROWS)
+        first = fetch_add_i64(counter, tile)
         if first >= rows:
             return
-        last = min(first + TILE_ROWS, rows)
+        last = min(first + tile, rows)
         for i in range(count):
             target = out + out_stride * i
             vector = (x + x_stride * i, scale + scale_stride * i, sums + sums_stride * i)
@@ -69,11 +68,12 @@ def gate_up_tiles(
     out,
 ):
     """``out = activation(gate_weight · x) * (up_weight · x)``, both fp32 [rows]; ``up`` is scratch [rows]."""
+    tile = rows_of_tile(rows, gate_row_bytes, n_threads)
     while True:
-        first = fetch_add_i64(counter, TILE_ROWS)
+        first = fetch_add_i64(counter, tile)
         if first >= rows:
             return
-        last = min(first + TILE_ROWS, rows)
+        last = min(first + tile, rows)
         call_native(gate_kernel, (gate_weight, gate_row_bytes, first, last, width, x, scale, sums, out))
         call_native(up_kernel, (up_weight, up_row_bytes, first, last, width, x, scale, sums, up))
         activate_row(activation, out + 4 * first, last - first)

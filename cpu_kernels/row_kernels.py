@@ -16,27 +16,28 @@ from types import MappingProxyType
 from realizar_torch.cpu_kernels import float_rows as floats
 from realizar_torch.cpu_kernels.bf16_matmul import bf16_tile_of
 from realizar_torch.cpu_kernels.decode import ROW_DECODERS
-from realizar_torch.cpu_kernels.int8_k import dot_q2_k, dot_q3_k, dot_q4_k, dot_q5_k, dot_q6_k
+from realizar_torch.cpu_kernels.int8_affine_k import dot_q4_k, dot_q5_k
+from realizar_torch.cpu_kernels.int8_k import dot_q2_k, dot_q3_k, dot_q6_k
 from realizar_torch.cpu_kernels.int8_legacy import dot_q4_0, dot_q4_1, dot_q5_0, dot_q5_1, dot_q8_0
 from realizar_torch.cpu_kernels.int8_matmul import matmul_tile_of
+from realizar_torch.cpu_kernels.int8_rows import four_at_once, one_by_one
 from realizar_torch.cpu_kernels.jit import jit
-from realizar_torch.cpu_kernels.memory import store_f32
 from realizar_torch.cpu_kernels.native import address_of
 from realizar_torch.cpu_kernels.targets import best_target
 from realizar_torch.formats import get_packed_format
 
-_INT8_DOTS: Mapping[str, object] = MappingProxyType(
+_INT8_ROWS: Mapping[str, object] = MappingProxyType(
     {
-        "Q4_0": dot_q4_0,
-        "Q4_1": dot_q4_1,
-        "Q5_0": dot_q5_0,
-        "Q5_1": dot_q5_1,
-        "Q8_0": dot_q8_0,
-        "Q2_K": dot_q2_k,
-        "Q3_K": dot_q3_k,
-        "Q4_K": dot_q4_k,
-        "Q5_K": dot_q5_k,
-        "Q6_K": dot_q6_k,
+        "Q4_0": one_by_one(dot_q4_0),
+        "Q4_1": one_by_one(dot_q4_1),
+        "Q5_0": one_by_one(dot_q5_0),
+        "Q5_1": one_by_one(dot_q5_1),
+        "Q8_0": one_by_one(dot_q8_0),
+        "Q2_K": one_by_one(dot_q2_k),
+        "Q3_K": one_by_one(dot_q3_k),
+        "Q4_K": four_at_once(dot_q4_k),
+        "Q5_K": four_at_once(dot_q5_k),
+        "Q6_K": four_at_once(dot_q6_k),
     }
 )
 
@@ -55,13 +56,12 @@ def float_rows(fmt: str) -> int:
 
 def int8_rows_of(fmt: str) -> object:
     """The int8 kernel of a format as a device function, whose first argument is the target."""
-    dot, block_size = _INT8_DOTS[fmt], get_packed_format(fmt).block_size
+    rows, block_size = _INT8_ROWS[fmt], get_packed_format(fmt).block_size
 
     @jit(device=True)
     def int8_rows_on_target(target, weight, row_bytes, first_row, last_row, width, q, scale, sums, out):
         n_blocks = (width + block_size - 1) // block_size
-        for row in range(first_row, last_row):
-            store_f32(out, dot(target, weight + row * row_bytes, n_blocks, q, scale, sums), 4 * row)
+        rows(target, weight, row_bytes, first_row, last_row, n_blocks, q, scale, sums, out)
 
     return int8_rows_on_target
 

@@ -5,7 +5,17 @@ from numba import types
 from numba.extending import intrinsic
 
 from realizar_torch.cpu_kernels.memory import HARDWARE_HALF, pointer_at
-from realizar_torch.cpu_kernels.simd import I32, F32x16, U8x16, U8x32, U8x64, Vector, converter, select_lanes
+from realizar_torch.cpu_kernels.simd import (
+    I32,
+    F32x16,
+    U8x16,
+    U8x32,
+    U8x64,
+    Vector,
+    converter,
+    select_lanes,
+    shuffle,
+)
 
 
 def half_bits_to_float(builder, half):
@@ -114,3 +124,42 @@ def twice(shift, run):
         return U8x64(U8x32), generate
 
     return intrinsic(repeat)
+
+
+def _groups(size, indices):
+    """An intrinsic that gathers groups of ``size`` lanes by their numbers."""
+    return shuffle(*[size * index + lane for index in indices for lane in range(size)])
+
+
+def runs(*indices):
+    """Gather runs of 16 bytes by these numbers from one vector, or from two."""
+    return _groups(16, indices)
+
+
+def eights(*indices):
+    """Gather runs of 8 bytes by these numbers from one vector, or from two."""
+    return _groups(8, indices)
+
+
+def words(*indices):
+    """In every run of 16 bytes, gather its four words by these numbers."""
+    return _groups(4, [4 * run + index for run in range(4) for index in indices])
+
+
+def shifted(*shifts):
+    """An intrinsic U8x64 → U8x64: its 32-bit words shifted right, in turn; bits cross bytes inside a word."""
+    repeated = [*shifts] * (16 // len(shifts))
+    return converter("shifted", U8x64, U8x64, lambda b, v, t: _shifted(b, v, repeated))
+
+
+def pattern(*values):
+    """An intrinsic without arguments: these bytes, repeated, as a U8x64."""
+    repeated = [*values] * (64 // len(values))
+
+    def constant(typing_context):
+        def generate(context, builder, signature, arguments):
+            return ir.Constant(U8x64.llvm, repeated)
+
+        return U8x64(), generate
+
+    return intrinsic(constant)

@@ -6,6 +6,7 @@ and each of those is computed by the same code in the same order.
 
 from realizar_torch.cpu_kernels import program
 from realizar_torch.cpu_kernels.int8_quantize import quantize_blocks
+from realizar_torch.cpu_kernels.int8_rows import rows_of_tile
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import fetch_add_i64, load_i64, store_i64
 from realizar_torch.cpu_kernels.native import call_native
@@ -23,8 +24,6 @@ from realizar_torch.cpu_kernels.step_vectors import (
 )
 
 _BLOCK = 32
-# Rows that a thread takes at a time: small enough to even out the threads, large enough to stream.
-TILE_ROWS = 32
 
 
 @jit
@@ -44,9 +43,9 @@ def run_step(thread, n_threads, instructions, context, batch):
         i = instructions[index]
         counter = c.tiles + program.COUNTER_BYTES * index
         if i.opcode == program.LINEAR:
-            _linear(c, i, arena, counter, batch)
+            _linear(c, i, arena, counter, batch, n_threads)
         elif i.opcode == program.GATED:
-            _gated(c, i, arena, counter, batch)
+            _gated(c, i, arena, counter, batch, n_threads)
         elif i.opcode == program.ADD:
             _add(c, i, arena, batch)
         elif i.opcode == program.NORM:
@@ -128,12 +127,13 @@ def _rows(c, arena, b, kernel, int8, weight, row_bytes, width, first, last, targ
 
 
 @jit(device=True)
-def _linear(c, i, arena, counter, batch):
+def _linear(c, i, arena, counter, batch, n_threads):
+    rows = rows_of_tile(i.rows, i.row_bytes, n_threads)
     while True:
-        first = fetch_add_i64(counter, TILE_ROWS)
+        first = fetch_add_i64(counter, rows)
         if first >= i.rows:
             return
-        last = min(first + TILE_ROWS, i.rows)
+        last = min(first + rows, i.rows)
         for b in range(batch):
             target = i.target + b * i.target_stride
             _rows(c, arena, b, i.kernel, i.int8, i.weight, i.row_bytes, i.width, first, last, target)
@@ -146,13 +146,14 @@ def _linear(c, i, arena, counter, batch):
 
 
 @jit(device=True)
-def _gated(c, i, arena, counter, batch):
+def _gated(c, i, arena, counter, batch, n_threads):
     # the tile of "up" stands in the thread's own memory; its row 0 is ``first`` rows before
+    rows = rows_of_tile(i.rows, i.row_bytes, n_threads)
     while True:
-        first = fetch_add_i64(counter, TILE_ROWS)
+        first = fetch_add_i64(counter, rows)
         if first >= i.rows:
             return
-        last = min(first + TILE_ROWS, i.rows)
+        last = min(first + rows, i.rows)
         tile = arena + c.tile - 4 * first
         for b in range(batch):
             target = i.target + b * i.target_stride

@@ -184,6 +184,20 @@ def dot_u8(typing_context, target, unsigned, signed):
 
 
 @intrinsic
+def dot_two(typing_context, target, first, x, second, other_x, initial):
+    """``initial + dot_u8(first, x) + dot_u8(second, other_x)``; exact for unsigned < 64."""
+    if not isinstance(target, TargetType):
+        return None
+
+    def generate(context, builder, signature, arguments):
+        _, first, x, second, other_x, initial = arguments
+        operands = (([first], [x]), ([second], [other_x]))
+        return add_products(builder, target.target, 2, operands.__getitem__, [initial], 63)[0][0]
+
+    return I32x16(target, U8x64, I8x64, U8x64, I8x64, I32x16), generate
+
+
+@intrinsic
 def dot_i8(typing_context, target, left, right):
     """The same for two signed vectors, exact for ``right`` > -128: |left| times right with left's sign."""
     if not isinstance(target, TargetType):

@@ -286,7 +286,7 @@ def test_every_decoder_has_a_name_of_its_own():
     from realizar_torch.cpu_kernels import decode, float_rows, row_kernels
 
     functions = itertools.chain(
-        decode.ROW_DECODERS.values(), float_rows.ROWS.values(), row_kernels._INT8_DOTS.values()
+        decode.ROW_DECODERS.values(), float_rows.ROWS.values(), row_kernels._INT8_ROWS.values()
     )
     names = [(f.py_func.__module__, f.py_func.__qualname__) for f in functions]
     assert len(set(names)) == len(names) == 30

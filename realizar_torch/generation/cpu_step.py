@@ -104,7 +104,7 @@ class CpuStep:
 
     def _make_arena(self, threads: int) -> Arena:
         """Memory of each thread: its copy of the residual stream, activations, attention scores."""
-        from realizar_torch.cpu_kernels import pool, program, step
+        from realizar_torch.cpu_kernels import int8_rows, pool, program
 
         context, batch, width = self._context, self._cache.batch_size, self._width
         angles = 2 * int(context["rotary"][0]) * int(context["ropes"][0])
@@ -119,7 +119,7 @@ class CpuStep:
             "cos": batch * angles,
             "sin": batch * angles,
             "scores": 4 * group * self._cache.max_seq_len,
-            "tile": 4 * step.TILE_ROWS,
+            "tile": 4 * int8_rows.MOST_ROWS,
         }
         tiles = program.COUNTER_BYTES * len(self._instructions)
         shared = {"barrier": pool.BARRIER_BYTES, "tiles": tiles}
