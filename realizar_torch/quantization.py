@@ -14,11 +14,13 @@ from realizar_torch.errors import FormatError
 from realizar_torch.format_plan import check_patterns, choose_formats
 from realizar_torch.formats import BlockFormat
 from realizar_torch.nn.embedding import QuantizedEmbedding
+from realizar_torch.nn.experts import DenseExperts, QuantizedExperts
 from realizar_torch.nn.layout import PackedModule
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.ops.checks import ACTIVATIONS, FLOATS, check_choice
 
 DEFAULT_EXCLUDE = ("lm_head",)
+_KINDS = (nn.Linear, nn.Embedding, DenseExperts)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -71,7 +73,8 @@ def quantize_model(
     activations: str = "float",
     progress: Callable[[int, int], None] | None = None,
 ) -> QuantizationReport:
-    """Replaces ``nn.Linear``, ``nn.Embedding`` and transformers' ``Conv1D`` by packed modules, in place.
+    """Replaces ``nn.Linear``, ``nn.Embedding``, transformers' ``Conv1D`` and the dense experts of rt.load's
+    models by packed modules, in place.
 
     fmt_or_plan: a format for all, or a dict of patterns (fnmatch, on full module names) and formats, of which
     the first that matches decides. exclude: patterns of modules that stay dense. activations: of the new
@@ -138,7 +141,7 @@ def _weights(model: nn.Module) -> list[_Weight]:
     members: dict[int, list[tuple[str, nn.Module]]] = defaultdict(list)
     weights: dict[int, Tensor] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if name and (isinstance(module, nn.Linear | nn.Embedding) or _is_conv1d(module)):
+        if name and (isinstance(module, _KINDS) or _is_conv1d(module)):
             weight = _weight(module)
             weights[id(weight)] = weight
             members[id(weight)].append((name, module))
@@ -158,8 +161,8 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 def _matrix(module: nn.Module) -> Tensor:
-    """The weight as [out, in]."""
-    return _weight(module).t() if _is_conv1d(module) else _weight(module)
+    """The weight as [out, in], of experts as [experts · out, in]."""
+    return _weight(module).t() if _is_conv1d(module) else _weight(module).flatten(0, -2)
 
 
 def _decide(
@@ -186,7 +189,7 @@ def _decide(
 
 def _unsupported(module: nn.Module) -> str | None:
     kind = type(module)
-    if kind not in (nn.Linear, nn.Embedding) and not _is_conv1d(module):
+    if kind not in _KINDS and not _is_conv1d(module):
         return f"is a {kind.__name__}, which may compute something else"
     if parametrize.is_parametrized(module):
         return "has parametrizations"
@@ -227,14 +230,19 @@ def _replace(model: nn.Module, group: _Weight, fmt: str, activations: str) -> Te
 
 def _encode(name: str, module: nn.Module, fmt: str) -> nn.Parameter:
     try:
-        return nn.Parameter(ops.quantize(_matrix(module), fmt), requires_grad=False)
+        blocks = ops.quantize(_matrix(module), fmt)
+        if isinstance(module, DenseExperts):
+            blocks = blocks.unflatten(0, module.weight.shape[:2])
+        return nn.Parameter(blocks, requires_grad=False)
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from None
 
 
 def _packed_module(module: nn.Module, weight: nn.Parameter, fmt: str, activations: str) -> nn.Module:
-    new: QuantizedEmbedding | QuantizedLinear
-    if isinstance(module, nn.Embedding):
+    new: QuantizedEmbedding | QuantizedLinear | QuantizedExperts
+    if isinstance(module, DenseExperts):
+        new = QuantizedExperts(weight.data, module.weight.shape[-1], fmt, activations=activations)
+    elif isinstance(module, nn.Embedding):
         width, dtype = module.embedding_dim, module.weight.dtype
         new = QuantizedEmbedding.from_blocks(weight.data, width, fmt, module.padding_idx, dtype=dtype)
     else:

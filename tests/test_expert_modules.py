@@ -1,0 +1,196 @@
+"""Modules of a mixture of experts: state, layouts, saving, quantization, derivatives, compiling, decoding."""
+
+import copy
+import json
+
+import pytest
+import torch
+from arch_fixtures import FIXTURES, TOLERANCE, golden, load, write_resized
+from command_line import call
+from fixture_models import MODELS, has_experts
+
+import realizar_torch as rt
+from realizar_torch.errors import FormatError, UnsupportedArchitectureError
+from realizar_torch.models.loading import load_transformer
+from realizar_torch.models.sources import open_source
+from realizar_torch.nn.experts import DenseExperts, MixtureOfExperts, QuantizedExperts, Scores
+
+NAMES = [name for name in MODELS if has_experts(name)]
+
+
+def mixtures(model: torch.nn.Module) -> list[MixtureOfExperts]:
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+@pytest.fixture(scope="module")
+def packed_file(tmp_path_factory):
+    """A qwen2moe of Q8_0, all rows whole blocks."""
+    return write_resized(tmp_path_factory.mktemp("packed"), "qwen2moe", "Q8_0")[0]
+
+
+def load_packed(path, **options):
+    return load_transformer(
+        open_source(path), device=torch.device("cpu"), dtype=torch.float32, activations="float", **options
+    )
+
+
+def test_modules_and_their_state(packed_file):
+    """Copies, dtypes, layouts and state dicts of a model with packed experts."""
+    model, ids = load_packed(packed_file), golden("qwen2moe")[0]
+    with torch.inference_mode():
+        expected = model(ids).logits
+    layer = model.layers[0].mlp
+    assert [type(part) for part in layer.experts.children()] == [QuantizedExperts] * 3
+    assert layer.experts.gate_proj.weight.shape == (5, 96, 102)
+    assert layer.router.weight.dtype == torch.float32 and type(layer.router) is Scores
+    state = model.state_dict()
+    assert state._metadata["layers.0.mlp.experts.up_proj"]["fmt"] == "Q8_0"
+
+    placed = copy.deepcopy(model)
+    rt.prepack(placed, "planar")
+    assert placed.layers[0].mlp.experts.gate_proj.layout == "planar"
+    assert "weight" not in dict(placed.layers[0].mlp.experts.gate_proj.named_parameters())
+    for name, tensor in placed.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    placed.load_state_dict(state)
+    rt.unpack(placed)
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    assert half.layers[0].mlp.experts.gate_proj.weight.dtype == torch.uint8
+    with torch.inference_mode():
+        assert torch.equal(placed(ids).logits, expected)
+        assert torch.cosine_similarity(half(ids).logits, expected, dim=-1).median() > 0.98
+
+    wrong = dict(state) | {"layers.0.mlp.experts.up_proj.weight": torch.zeros(5, 96, 102)}
+    with pytest.raises(FormatError, match=r"torch.float32, expected torch.uint8 bytes of Q8_0"):
+        model.load_state_dict(wrong)
+
+
+def test_decoded_experts_are_the_dense_ones(packed_file):
+    part = load_packed(packed_file).layers[0].mlp.experts.up_proj
+    x, experts = torch.randn(3, 1, 96), torch.tensor([[0, 4], [2, 1], [3, 3]])
+    dense = DenseExperts(part.dequantize())
+    assert dense.weight.shape == (5, 96, 96)
+    expected = torch.einsum("tunk,tk->tun", dense.weight[experts], x[:, 0])
+    assert torch.allclose(part(x, experts), expected, atol=1e-5)
+    assert torch.allclose(dense(x, experts), expected, atol=1e-5)
+    many, places = x.repeat(40, 1, 1), experts.repeat(40, 1)
+    assert torch.allclose(dense(many, places), expected.repeat(40, 1, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_and_quantized(name, tmp_path, capsys):
+    """The verb quantize, rt.save and rt.load: the same bytes, and the values of the packed weights."""
+    dense = write_resized(tmp_path, name, "Q8_0")[1]
+    code, out, _ = call(capsys, "quantize", dense, tmp_path / "q", "--format", "Q4_0", "--json")
+    record = json.loads(out)
+    formats = {tensor["name"]: (tensor["format"], tensor["shape"]) for tensor in record["tensors"]}
+    assert code == 0 and formats["blk.0.ffn_up_exps.weight"][0] == "Q4_0"
+    assert len(formats["blk.0.ffn_up_exps.weight"][1]) == 3
+    assert formats["blk.0.ffn_gate_inp.weight"][0] == "F32"
+    saved = load_packed(tmp_path / "q")
+    rt_options = {"activations": "float", "quantize": "Q4_0", "tokenizer": FIXTURES / f"{name}.gguf"}
+    direct, _ = rt.load(dense, **rt_options)
+    ids = golden(name)[0]
+    with torch.inference_mode():
+        logits = direct(ids).logits
+        assert torch.equal(saved(ids).logits, logits)
+        rt.save(direct, tmp_path / "again")
+        assert torch.equal(load_packed(tmp_path / "again")(ids).logits, logits)
+        for layer in mixtures(direct):
+            for part, experts in list(layer.experts.named_children()):
+                setattr(layer.experts, part, DenseExperts(experts.dequantize()))
+        assert (direct(ids).logits - logits).abs().max() <= TOLERANCE
+
+
+def test_quantize_model_packs_dense_experts():
+    """As quantize= would have; the router stays as it is."""
+    model = load("mixtral")
+    before = copy.deepcopy(model)
+    report = rt.quantize_model(
+        model, "Q8_0", exclude=("lm_head", "embed_tokens", "*_attn.*", "*.1.*.down_proj")
+    )
+    packed = [entry.names[0] for entry in report.modules if entry.fmt]
+    assert packed == [
+        *(f"layers.0.mlp.experts.{part}_proj" for part in ("gate", "up", "down")),
+        *(f"layers.1.mlp.experts.{part}_proj" for part in ("gate", "up")),
+    ]
+    experts = model.layers[0].mlp.experts
+    assert type(experts.up_proj) is QuantizedExperts and type(model.layers[0].mlp.router) is Scores
+    dense = before.layers[0].mlp.experts.up_proj.weight
+    expected = rt.dequantize(rt.quantize(dense[3], "Q8_0"), "Q8_0", 36)
+    assert torch.equal(experts.up_proj.dequantize()[3], expected)
+    for module, twin in zip(mixtures(model), mixtures(before), strict=True):
+        for part, weights in module.experts.named_children():
+            if isinstance(weights, QuantizedExperts):
+                setattr(twin.experts, part, DenseExperts(weights.dequantize()))
+    ids = golden("mixtral")[0]
+    with torch.inference_mode():
+        assert (model(ids).logits - before(ids).logits).abs().max() <= TOLERANCE
+
+
+def test_experts_are_compiled_without_a_break(packed_file):
+    layer = load_packed(packed_file).layers[0].mlp
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
+    for count in (1, 50):
+        x = torch.randn(count, 96)
+        with torch.no_grad():
+            assert torch.allclose(compiled(x), layer(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_models_of_them_are_refused_by_name(name):
+    with pytest.raises(UnsupportedArchitectureError, match=r"expert_count = 5 has no|'qwen.moe' has no"):
+        rt.hf.from_gguf(FIXTURES / f"{name}.gguf")
+
+
+def test_gradients_pass_through_experts(packed_file):
+    """A trainable input of the mixture: as through the dense one of its values."""
+    layer = load_packed(packed_file).layers[0].mlp
+    dense = copy.deepcopy(layer)
+    for part, experts in list(dense.experts.named_children()):
+        setattr(dense.experts, part, DenseExperts(experts.dequantize()))
+    for count in (2, 50):
+        grads = []
+        for module in (layer, dense):
+            x = torch.randn(count, 96, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            module(x).square().sum().backward()
+            grads.append(x.grad)
+        assert grads[0].abs().max() > 0.1
+        assert torch.allclose(*grads, rtol=1e-4, atol=1e-4 * float(grads[1].abs().max()))
+
+
+@pytest.mark.filterwarnings("ignore:decoding runs module by module")
+def test_generation_with_int8_activations(packed_file):
+    """Greedy decoding step by step gives what whole prompts give, alone and in a batch."""
+    model, _ = rt.load(packed_file, tokenizer=FIXTURES / "qwen2moe.gguf")
+    ids = golden("qwen2moe")[0][:, :20]
+    batch = torch.cat((ids, ids.roll(3)))
+    with pytest.warns(UserWarning, match=r"module by module.*layers.0.mlp is a MixtureOfExperts"):
+        new = model.generate(batch, max_new_tokens=6, eos_token_id=[])
+    for row in range(2):
+        alone = model.generate(batch[row : row + 1], max_new_tokens=6, eos_token_id=[])
+        for step in range(20, 26):
+            with torch.inference_mode():
+                logits = model(new[row : row + 1, :step]).logits[0, -1]
+            best = logits.topk(2).values
+            if best[0] - best[1] < 0.05 * logits.std():
+                break
+            assert new[row, step] == alone[0, step] == logits.argmax()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 32])
+def test_a_decode_step_does_not_wait_for_the_gpu(packed_file, rows):
+    for path in (packed_file, packed_file.with_name("qwen2moe-dense.gguf")):
+        layer = load_packed(path).layers[0].mlp
+        x = torch.randn(rows, 1, 96)
+        with torch.inference_mode():
+            expected, moved = layer(x), x.cuda()
+            # compiled outside
+            layer.cuda()(moved)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                y = layer(moved)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert torch.allclose(y.cpu(), expected, atol=1e-3)
