@@ -58,7 +58,7 @@ class BatchedGenerator:
             raise FormatError(f"cuda_graph is {cuda_graph!r}; expected True, False or 'auto'")
         self._model, self._cuda_graph = model, cuda_graph
         self.max_batch, self.max_seq_len = max_batch, positions
-        self._state = new_state(model, max_batch, positions, pooled=False)
+        self._state, self._made_for = new_state(model, max_batch, positions, pooled=False), _kind(model)
         self._rows: Rows | None = None
         self._next_id = 0
         self._waiting: deque[BatchRequest] = deque()
@@ -167,9 +167,10 @@ class BatchedGenerator:
 
     def _start(self) -> Rows:
         """The rows of a batch that was idle; the model may have changed meanwhile."""
-        cache, model = self._state.cache, self._model
-        if (cache.keys.device, cache.keys.dtype) != (model.device, model.dtype):
+        model = self._model
+        if _kind(model) != self._made_for:
             self._state = new_state(model, self.max_batch, self.max_seq_len, pooled=False)
+            self._made_for = _kind(model)
         return rows_of(model, self._state, self._cuda_graph)
 
     def _place(self, rows: Rows, row: int, request: BatchRequest) -> None:
@@ -212,3 +213,8 @@ class BatchedGenerator:
                 elif self._rows is not None:
                     self._place(self._rows, row, request)
         self._consistent = True
+
+
+def _kind(model: Any) -> tuple:
+    """What a cache for the model has to be like."""
+    return model.device, model.dtype

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from realizar_torch.generation.cpu_step import CpuStep
+from realizar_torch.generation.gpu_prompt import GpuPrompt
 from realizar_torch.generation.gpu_state import GpuState
 from realizar_torch.generation.graph import DecodeGraph
+from realizar_torch.generation.prompt_rows import Piece
 from realizar_torch.generation.sampling import SamplingParams, sample, uniforms
 from realizar_torch.generation.step import DecodeState
 
@@ -64,7 +66,10 @@ def fill_row(model: Any, state: DecodeState | GpuState, row: int, ids: Sequence[
     if not ids:
         return
     tokens = _int64(ids).to(model.device)
-    if isinstance(state, DecodeState) and state.prompt is not None:
+    if isinstance(state.prompt, GpuPrompt):
+        piece = Piece(row, slot, len(ids), wanted=False)
+        state.prompt.fill(model, tokens, [piece], state.cache)
+    elif state.prompt is not None:
         state.prompt.fill(tokens, row, slot)
     else:
         model(tokens[None], cache=state.cache.row(row, slot), logits_to_keep=1)
