@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from batch_jobs import add, job, load, run
+from batch_soak import soak
 
 import realizar_torch as rt
 from realizar_torch.generation import batch as batch_module
@@ -293,3 +294,9 @@ def test_a_model_that_changed_while_idle_is_noticed(folder, device):
     add(batch, 2, device)
     (after,) = batch
     assert after.token_ids == run(model, [2], device, BATCH)[2][0] != before.token_ids
+
+
+def test_soak_of_random_joins_leaves_interrupts_resets_and_capacities(model, device):
+    """The first steps of tests/batch_soak.py, which runs 10,000."""
+    test = soak(model, device, 1200)
+    assert test.compared > 150 and test.interrupts > 5 and test.resets > 0
