@@ -150,15 +150,15 @@ def test_torch_ops_stand_in_for_kernels() -> None:
             check(y, x, ids, weight, "Q4_0", tolerance_of)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("shared", [True, False])
 def test_derivatives(rows: int, shared: bool) -> None:
     """First and second order, both modes, in float64."""
-    weight, ids = matrices("Q4_K", 3, 40), choices(rows)
-    x = torch.randn(rows, 1 if shared else USED, 40, dtype=torch.float64, requires_grad=True)
+    weight, ids = matrices("Q8_0", 2, 5), choices(rows)
+    x = torch.randn(rows, 1 if shared else USED, 5, dtype=torch.float64, requires_grad=True)
 
     def product(x: torch.Tensor) -> torch.Tensor:
-        return ops.expert_linear(x, ids, weight, "Q4_K", 40)
+        return ops.expert_linear(x, ids, weight, "Q8_0", 5)
 
     assert torch.autograd.gradcheck(product, (x,), check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(product, (x,))
