@@ -122,6 +122,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model_options(perplexity)
 
     doctor = verbs.add_parser("doctor", help="back ends, versions, threads, and a check of the kernels here")
+    doctor.add_argument(
+        "-m", "--model", help="check them in the shapes and formats of this model, whose header alone is read"
+    )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
