@@ -55,16 +55,16 @@ def load_half(row, offset, mask):
 
 
 @triton.jit
-def load_scalar(base, index, mask, OFFSET: tl.constexpr = 0):
-    """Elements ``index [1, lanes]`` + OFFSET of ``base`` (one pointer, or one per row); masked lanes read 0.
+def load_scalar(base, index, mask):
+    """The elements ``index [1, lanes]`` of ``base`` (one pointer, or one per row); masked lanes read 0.
 
     The hint makes lanes, and not rows, neighbours in a warp: among dimensions of equal contiguity versions of
     Triton choose differently, and another choice costs a trip through shared memory and barriers per loop
     step. The alignment of one element keeps two of them from being taken as a wider load. A hint is lost
-    unless it is given where the address is computed. Loads that differ in OFFSET share their address.
+    unless it is given where the address is computed.
     """
     SIZE: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
-    pointer = base + index + OFFSET
+    pointer = base + index
     # of one lane the compiler makes a scalar, which cannot carry the hint
     if index.shape[1] > 1:
         pointer = tl.multiple_of(tl.max_contiguous(pointer, [1, 2]), [1, SIZE])

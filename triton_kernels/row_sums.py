@@ -126,11 +126,11 @@ def add_int8(
                 words = load_activations(xq + at * 4, mask, 4 * groups_ahead(FMT, i * SHARED + p))
                 x = x + split_words(words)
             ahead = groups_ahead(FMT, i * SHARED)
-            xs = load_scalar(xscale, at // 2, mask, ahead // 2) * (1.0 / lift(FMT, i * SHARED))
+            xs = load_scalar(xscale, at // 2 + ahead // 2, mask) * (1.0 / lift(FMT, i * SHARED))
             if zero_point(FMT) != 0 or has_minimum(FMT):
-                sums = load_scalar(xsums, at, mask, ahead)
+                sums = load_scalar(xsums, at + ahead, mask)
                 if SHARED == 2:
-                    sums += load_scalar(xsums, at, mask, ahead + 1)
+                    sums += load_scalar(xsums, at + ahead + 1, mask)
             for g in tl.static_range(len(raw)):
                 words, s, minimum, d, dmin = decoded[g]
                 dot = tl.zeros_like(d).to(tl.int32)
