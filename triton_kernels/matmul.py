@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.configs import MatmulLaunch, choose_matmul
 from realizar_torch.triton_kernels.fragments import step_blocks
 from realizar_torch.triton_kernels.launch import on_device, packed_rows, same_device, vector
@@ -94,7 +95,7 @@ def matmul_int8(
     order.
     """
     packed = packed_rows(weight, fmt, in_features, layout)
-    check_int8(q, scale, sums, packed.blocks * packed.fmt.block_size, MATMUL_ROWS)
+    check_many_int8(q, scale, sums, packed.blocks * packed.fmt.block_size)
     device = same_device(q, scale, sums, weight, bias, residual, out)
     dtype = residual.dtype if residual is not None else out_dtype
     result = output_tensor(out, (q.shape[0], packed.rows), dtype, device)
@@ -114,3 +115,14 @@ def matmul_int8(
             DEPENDENT=dependent, num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result
+
+
+def check_many_int8(q: torch.Tensor, scale: torch.Tensor, sums: torch.Tensor, width: int) -> None:
+    """FormatError unless they are int8 activations of up to MATMUL_ROWS vectors that wide loads can read."""
+    check_int8(q, scale, sums, width, MATMUL_ROWS)
+    # four scales and two sums at a time; vectors of odd numbers of blocks of 32 are read one by one
+    if (width % 256 == 0 and scale.data_ptr() % 16) or sums.data_ptr() % 8:
+        raise FormatError(
+            f"scales at {scale.data_ptr():#x}, sums at {sums.data_ptr():#x}; expected addresses that are a "
+            "multiple of 16 and 8: call .clone()"
+        )
