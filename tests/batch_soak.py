@@ -14,7 +14,7 @@ from batch_jobs import add, load, run
 import realizar_torch as rt
 from realizar_torch.generation import batch_rows
 
-CAPACITIES = ((2, 64), (5, 128), (8, 96))
+CAPACITIES = ((1, 64), (4, 128), (8, 96))
 REQUESTS = 16
 LONGEST = 30
 

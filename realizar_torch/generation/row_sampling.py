@@ -84,7 +84,7 @@ def _lowest_kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     last = torch.where(top_k == 0, -math.inf, last)
     shares = torch.where(ranked >= last, ranked.exp(), 0.0).double()
     sums = shares.cumsum(-1)
-    kept = (ranked >= last) & ((sums - shares < top_p * sums[:, -1:]) | (top_p == 1))
+    kept = (ranked >= last) & (sums - shares < top_p * sums[:, -1:])
     kept[:, 0] = True
     return ranked.masked_fill(~kept, math.inf).amin(-1, keepdim=True)
 
