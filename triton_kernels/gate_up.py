@@ -1,4 +1,4 @@
-"""act(x·Gateᵀ) * (x·Upᵀ) in one launch: two packed weights, int8 or float activations, SiLU or tanh-GELU."""
+"""act(x·Gateᵀ) * (x·Upᵀ) in one launch: two packed weights, int8 or float activations, SiLU or GELU."""
 
 import torch
 import triton
@@ -18,17 +18,22 @@ from realizar_torch.triton_kernels.matvec import check_int8, output_tensor
 from realizar_torch.triton_kernels.primitives import cast, release_successor
 from realizar_torch.triton_kernels.row_sums import float_sums, int8_sums, reduce_rows, row_pointers
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 @triton.jit
 def activate(gate, ACTIVATION: tl.constexpr):
-    """silu: g / (1 + e^-g); gelu_tanh: g/2 (1 + tanh(√(2/π) (g + 0.044715 g³))), as g / (1 + e^-2z). fp32."""
-    if ACTIVATION == "silu":
-        z = gate
+    """silu: g / (1 + e^-g); gelu: g/2 (1 + erf(g/√2)); gelu_tanh: g/2 (1 + tanh(√(2/π) (g + 0.044715 g³))),
+    as g / (1 + e^-2z). fp32.
+    """
+    if ACTIVATION == "gelu":
+        result = 0.5 * gate * (1.0 + tl.erf(0.7071067811865476 * gate))
     else:
-        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    return gate / (1.0 + tl.exp(-z))
+        z = gate
+        if ACTIVATION == "gelu_tanh":
+            z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        result = gate / (1.0 + tl.exp(-z))
+    return result
 
 
 @triton.jit
@@ -105,7 +110,7 @@ def gate_up_int8(
     check_int8(q, scale, sums, first.blocks * first.fmt.block_size)
     device = same_device(q, scale, sums, gate, up, out)
     result = output_tensor(out, (q.shape[0], first.rows), out_dtype, device)
-    _check_activation(activation)
+    check_activation(activation)
     if result.numel() == 0:
         return result
     shape = launch or choose(fmt, first.rows, in_features, q.shape[0], "int8", pair=True)
@@ -138,7 +143,7 @@ def gate_up(
     flat = float_rows_of(x, in_features, MAX_ROWS)
     device = same_device(x, gate, up, out)
     result = output_tensor(out, (*x.shape[:-1], first.rows), x.dtype, device)
-    _check_activation(activation)
+    check_activation(activation)
     if result.numel() == 0:
         return result
     shape = launch or choose(fmt, first.rows, in_features, flat.shape[0], "float")
@@ -162,6 +167,6 @@ def _pair(
     return first, second, min(first.align, second.align)
 
 
-def _check_activation(activation: str) -> None:
+def check_activation(activation: str) -> None:
     if activation not in ACTIVATIONS:
         raise FormatError(f"unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")

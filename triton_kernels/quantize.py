@@ -6,6 +6,7 @@ import triton.language as tl
 
 from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.configs import choose_norm_warps
+from realizar_torch.triton_kernels.gate_up import activate, check_activation
 from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, float_rows_of, on_device, same_device, vector
 from realizar_torch.triton_kernels.primitives import (
     cast,
@@ -46,12 +47,12 @@ def store_int8(values, block, columns, row, width, q, scale, sums):
 
 @triton.jit
 def _prepare_kernel(
-    x, residual, total, norm_weight, norm_bias, eps, in_features, width, normed, q, scale, sums,
+    x, residual, total, factor, norm_weight, norm_bias, eps, in_features, width, normed, q, scale, sums,
     B: tl.constexpr, NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM_BIAS: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, INT8: tl.constexpr, DEPENDENT: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, INT8: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Row program_id(0), blocks of 32 from program_id(1)*B: s = x (+ residual); y = norm(s); y or its int8
-    form.
+    """Row program_id(0), blocks of 32 from program_id(1)*B: s = x (or factor*x + residual, or act(x)); y =
+    norm(s); y or its int8 form.
 
     rmsnorm: y = s / sqrt(mean(s²) + eps) * w; layernorm: y = (s - mean) / sqrt(var + eps) * w + b. fp32
     statistics.
@@ -67,11 +68,13 @@ def _prepare_kernel(
     at = row * in_features + columns
     values = tl.load(x + at, mask=inside, other=0).to(tl.float32)
     if HAS_RESIDUAL:
-        values = values + tl.load(residual + at, mask=inside, other=0).to(tl.float32)
+        values = factor * values + tl.load(residual + at, mask=inside, other=0).to(tl.float32)
         # the norm sees what the next layer will read back
         rounded = cast(values, total.dtype.element_ty)
         tl.store(total + at, rounded, mask=inside)
         values = rounded.to(tl.float32)
+    if ACTIVATION is not None:
+        values = activate(values, ACTIVATION)
     if NORM != "none":
         if NORM == "layernorm":
             mean = tl.sum(values) / in_features
@@ -102,13 +105,20 @@ def empty_int8(rows: int, width: int, device: torch.device) -> Int8Activations:
 
 
 def quantize_activations(
-    x: torch.Tensor, width: int, out: Int8Activations | None = None, *, dependent: bool = False
+    x: torch.Tensor,
+    width: int,
+    out: Int8Activations | None = None,
+    *,
+    activation: str | None = None,
+    dependent: bool = False,
 ) -> Int8Activations:
     """x ``[..., K]`` floats → (q, scale, sums) of ``[M, width]``; columns past K are zeros.
 
     ``width`` is K rounded up to whole blocks of the weight's format. The numbers equal
-    ``reference.quantize_activations``.
+    ``reference.quantize_activations``; with an ``activation`` of gate_up.py, that of its values.
     """
+    if activation is not None:
+        check_activation(activation)
     in_features = x.shape[-1] if x.dim() else 0
     rows = float_rows_of(x, in_features, limit=None)
     _check_width(in_features, width)
@@ -117,9 +127,10 @@ def quantize_activations(
         return result
     with on_device(x.device):
         _prepare_kernel[(rows.shape[0], triton.cdiv(width, 1024))](
-            rows, None, None, None, None, 0.0, in_features, width, None, *result,
+            rows, None, None, 1.0, None, None, 0.0, in_features, width, None, *result,
             B=32, NORM="none", HAS_RESIDUAL=False, HAS_NORM_BIAS=False, ZERO_CENTERED=False, INT8=True,
-            DEPENDENT=dependent, num_warps=4, enable_fp_fusion=True, launch_pdl=dependent,
+            ACTIVATION=activation, DEPENDENT=dependent, num_warps=4, enable_fp_fusion=True,
+            launch_pdl=dependent,
         )  # fmt: skip
     return result
 
@@ -135,13 +146,14 @@ def norm_quantize(
     zero_centered: bool = False,
     residual: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
+    factor: float = 1.0,
     out: Int8Activations | None = None,
     dependent: bool = False,
 ) -> Int8Activations:
-    """norm(x + residual) quantized to int8, x ``[..., K]`` → (q, scale, sums) of ``[M, width]``.
+    """norm(factor * x + residual) quantized to int8, x ``[..., K]`` → (q, scale, sums) of ``[M, width]``.
 
-    With a residual, x + residual is stored to ``total`` (same shape; may be ``residual`` itself), rounded to
-    its dtype.
+    With a residual, the sum is stored to ``total`` (same shape; may be ``residual`` itself), rounded to its
+    dtype. ``factor`` counts with a residual only.
     """
     in_features = x.shape[-1] if x.dim() else 0
     _check_width(in_features, width)
@@ -156,6 +168,7 @@ def norm_quantize(
         zero_centered,
         residual,
         total,
+        factor,
         width,
         None,
         result,
@@ -174,12 +187,13 @@ def normalize(
     zero_centered: bool = False,
     residual: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
+    factor: float = 1.0,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     dependent: bool = False,
 ) -> torch.Tensor:
-    """norm(x + residual), x ``[..., K]`` → the same shape in ``out_dtype``; ``total`` as in
-    ``norm_quantize``.
+    """norm(factor * x + residual), x ``[..., K]`` → the same shape in ``out_dtype``; ``factor`` and ``total``
+    as in ``norm_quantize``.
     """
     in_features = x.shape[-1] if x.dim() else 0
     rows = float_rows_of(x, in_features, limit=None)
@@ -197,6 +211,7 @@ def normalize(
         zero_centered,
         residual,
         total,
+        factor,
         in_features,
         result,
         None,
@@ -214,6 +229,7 @@ def _norm(
     zero_centered: bool,
     residual: torch.Tensor | None,
     total: torch.Tensor | None,
+    factor: float,
     width: int,
     normed: torch.Tensor | None,
     int8: Int8Activations | None,
@@ -240,10 +256,11 @@ def _norm(
     q, scale, sums = int8 or (None, None, None)
     with on_device(device):
         _prepare_kernel[(rows.shape[0], 1)](
-            rows, residual, total, norm_weight, norm_bias, eps, in_features, width, normed, q, scale, sums,
+            rows, residual, total, factor, norm_weight, norm_bias, eps, in_features, width, normed, q, scale,
+            sums,
             B=blocks, NORM=normalization, HAS_RESIDUAL=residual is not None,
             HAS_NORM_BIAS=norm_bias is not None,
-            ZERO_CENTERED=zero_centered, INT8=int8 is not None,
+            ZERO_CENTERED=zero_centered, INT8=int8 is not None, ACTIVATION=None,
             DEPENDENT=dependent, num_warps=choose_norm_warps(blocks), enable_fp_fusion=True,
             launch_pdl=dependent,
         )  # fmt: skip

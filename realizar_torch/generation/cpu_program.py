@@ -174,6 +174,7 @@ class LayerProgram:
                 "gamma_stride": 4 * attention.head_dim,
             }
             return weights | {"centre": int(q_norm.normalization == "layernorm"), "epsilon": q_norm.eps}
+        assert isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm)
         if q_norm.features == attention.head_dim:
             return {**self._normed(q_norm), "second_gamma": self._gain(k_norm)}
         for norm, column in ((q_norm, 0), (k_norm, q_norm.features)):

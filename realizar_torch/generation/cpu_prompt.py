@@ -10,6 +10,7 @@ from torch import Tensor
 from realizar_torch.generation.cpu_arena import Arena
 from realizar_torch.generation.cpu_program import LayerProgram, Linear
 from realizar_torch.generation.cpu_step import check_tokens, shared_fields
+from realizar_torch.generation.fusable import padding_obstacle
 from realizar_torch.generation.workspace import padded_width
 from realizar_torch.models.transformer import Transformer
 from realizar_torch.nn.kv_cache import KVCache
@@ -26,12 +27,8 @@ def takes(model: Transformer) -> bool:
     Linears that read the same activations must be padded alike.
     """
     linears = [module for name, module in model.layers.named_modules() if name.endswith("_proj")]
-    if not all(isinstance(linear, QuantizedLinear) and linear.activations == "int8" for linear in linears):
-        return False
-    widths: dict[int, set[int]] = {}
-    for linear in linears:
-        widths.setdefault(linear.in_features, set()).add(linear.padded_features)
-    return all(len(padded) == 1 for padded in widths.values())
+    packed = all(isinstance(linear, QuantizedLinear) and linear.activations == "int8" for linear in linears)
+    return packed and padding_obstacle(model) is None
 
 
 class CpuPrompt:

@@ -139,7 +139,7 @@ class _StepProgram(LayerProgram):
         self.layers()
         self.norm(model.norm, [model.lm_head])
         scale, softcap = model.config.logit_scale, model.config.final_softcap
-        logits = {"scale": 0.0 if scale == 1.0 else scale, "softcap": softcap}
+        logits: dict[str, Any] = {"scale": 0.0 if scale == 1.0 else scale, "softcap": softcap}
         self.linear(model.lm_head, self.buffer(workspace.logits), barrier=0, **logits)
 
     def weight(self, linear: Linear) -> dict[str, Any]:

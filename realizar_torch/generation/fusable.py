@@ -33,14 +33,15 @@ def obstacle(model: Transformer, *, dense: bool = False) -> str | None:
     """What in the model a fused step does not know, or None.
 
     Fused steps know packed weights, one dtype and device, and modules that nobody has replaced, wrapped,
-    subclassed or hooked. ``dense``: this step also knows plain ``nn.Linear`` and ``nn.Embedding``, and
-    linears that differ in numerics.
+    subclassed or hooked; learned positions may be dense. ``dense``: this step also knows plain ``nn.Linear``
+    and ``nn.Embedding``, and linears that differ in numerics.
     """
     known = _KNOWN_MODULES | (_DENSE_MODULES if dense else set())
     if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
         return "a forward hook is registered for all modules"
     for name, module in model.named_modules():
-        if module is not model and type(module) not in known:
+        learned = module is model.embed_positions and type(module) in _DENSE_MODULES
+        if module is not model and type(module) not in known and not learned:
             return f"{name} is a {type(module).__name__}"
         if found := _obstacle_in(module, model):
             return f"{name or 'the model'} {found}"
@@ -49,6 +50,22 @@ def obstacle(model: Transformer, *, dense: bool = False) -> str | None:
     if len(numerics) > 1 and not dense:
         return f"the linears differ in activations: {', '.join(sorted(numerics))}"
     return None
+
+
+def padding_obstacle(model: Transformer) -> str | None:
+    """What keeps linears that read the same activations from being padded alike, or None."""
+    for name, layer in model.layers.named_children():
+        attention, mlp = layer.self_attn, layer.mlp
+        for readers in ((attention.q_proj, attention.k_proj, attention.v_proj), _expanding(mlp)):
+            if len({linear.padded_features for linear in readers}) > 1:
+                return f"rows of layer {name} that read the same values are padded to several lengths"
+    return None
+
+
+def _expanding(mlp: nn.Module) -> tuple[QuantizedLinear, ...]:
+    if isinstance(mlp, GatedMLP):
+        return mlp.gate_proj, mlp.up_proj
+    return (mlp.up_proj,) if isinstance(mlp, MLP) else ()
 
 
 def _obstacle_in(module: nn.Module, model: Transformer) -> str | None:

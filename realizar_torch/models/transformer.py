@@ -223,7 +223,7 @@ class Transformer(nn.Module):
     ) -> tuple[AttentionInputs, ...]:
         """Inputs of global layers and of sliding layers, indexed by ``config.is_sliding(layer)``."""
         cos, sin = self.rope(positions)
-        scale = self._q_scale(positions)
+        scale = self.q_scale(positions)
         mask = attention_mask(starts, past, count, None, self.device)
         everywhere = AttentionInputs(cos, sin, mask, scale)
         if self.config.sliding_window is None:
@@ -234,7 +234,7 @@ class Transformer(nn.Module):
         mask = attention_mask(starts, past, count, window, self.device)
         return everywhere, AttentionInputs(cos, sin, mask, scale)
 
-    def _q_scale(self, positions: Tensor) -> Tensor | None:
+    def q_scale(self, positions: Tensor) -> Tensor | None:
         """Queries grow with their position, as those of Llama 4: 1 + t·ln(1 + floor(p / original length))."""
         if not self.config.temperature:
             return None
