@@ -10,11 +10,17 @@ from command_line import call
 from fixture_models import MODELS, has_experts
 
 import realizar_torch as rt
+from realizar_torch import ops
 from realizar_torch.errors import FormatError, UnsupportedArchitectureError
+from realizar_torch.generation.fusable import obstacle
+from realizar_torch.generation.gpu_step import GpuStep
+from realizar_torch.generation.workspace import MAX_BATCH, Workspace
 from realizar_torch.models.loading import load_transformer
 from realizar_torch.models.sources import open_source
 from realizar_torch.nn.experts import DenseExperts, MixtureOfExperts, QuantizedExperts, Scores
+from realizar_torch.nn.kv_cache import KVCache
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAMES = [name for name in MODELS if has_experts(name)]
 
 
@@ -176,6 +182,45 @@ def test_generation_with_int8_activations(packed_file):
             if best[0] - best[1] < 0.05 * logits.std():
                 break
             assert new[row, step] == alone[0, step] == logits.argmax()
+
+
+@pytest.mark.parametrize("activations", ["float", "int8"])
+def test_the_gpu_step_runs_mixtures(packed_file, activations):
+    """Interpreted where there is no GPU: the kernels around them, the mixtures by their modules."""
+    pytest.importorskip("triton")
+    model, ids = load_packed(packed_file), golden("qwen2moe")[0][:, :6].to(DEVICE)
+    for module in model.modules():
+        if hasattr(module, "activations"):
+            module.activations = activations
+    model.to(DEVICE)
+    assert obstacle(model, experts=True) is None
+    assert obstacle(model) == "layers.0.mlp is a MixtureOfExperts"
+    with torch.inference_mode():
+        expected = model(ids, logits_to_keep=1).logits[:, -1]
+        cache = KVCache(model.config, 1, 32, device=DEVICE)
+        model(ids[:, :-1], cache=cache)
+        step = GpuStep(model, cache, Workspace.for_model(model.config, 1, device=DEVICE))
+        logits = step.run(ids[:, -1])
+    if activations == "float":
+        assert (logits - expected).abs().max() <= TOLERANCE
+    else:
+        assert torch.cosine_similarity(logits, expected).min() > 0.999
+
+
+def test_a_step_of_every_batch_waits_for_nobody():
+    """Rows that a GPU is given at once are as many as a decode step can have."""
+    assert MAX_BATCH <= ops.STEP_ROWS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 9])
+def test_generation_in_a_graph(packed_file, batch):
+    model, _ = rt.load(packed_file, tokenizer=FIXTURES / "qwen2moe.gguf", batch_size=batch)
+    ids = golden("qwen2moe")[0][:, :20].repeat(batch, 1).cuda()
+    options = {"max_new_tokens": 12, "eos_token_id": []}
+    graph = model.generate(ids, cuda_graph=True, **options)
+    assert torch.equal(graph, model.generate(ids, cuda_graph=False, **options))
+    assert torch.equal(graph, graph[:1].expand_as(graph))
 
 
 @pytest.mark.gpu

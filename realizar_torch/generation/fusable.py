@@ -7,6 +7,7 @@ from torch.nn.modules import module as hooks
 from realizar_torch.models.transformer import Block, Transformer
 from realizar_torch.nn.attention import Attention
 from realizar_torch.nn.embedding import QuantizedEmbedding
+from realizar_torch.nn.experts import GatedExperts, MixtureOfExperts, QuantizedExperts, Scores
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.nn.mlp import MLP, GatedMLP
 from realizar_torch.nn.norm import LayerNorm, PerHeadNorm, RMSNorm
@@ -27,16 +28,18 @@ _KNOWN_MODULES = {
     RotaryEmbedding,
 }
 _DENSE_MODULES = {nn.Linear, nn.Embedding}
+_EXPERT_MODULES = {MixtureOfExperts, GatedExperts, QuantizedExperts, Scores}
 
 
-def obstacle(model: Transformer, *, dense: bool = False) -> str | None:
+def obstacle(model: Transformer, *, dense: bool = False, experts: bool = False) -> str | None:
     """What in the model a fused step does not know, or None.
 
     Fused steps know packed weights, one dtype and device, and modules that nobody has replaced, wrapped,
     subclassed or hooked; learned positions may be dense. ``dense``: this step also knows plain ``nn.Linear``
-    and ``nn.Embedding``, and linears that differ in numerics.
+    and ``nn.Embedding``, and linears that differ in numerics. ``experts``: it knows mixtures of packed
+    experts.
     """
-    known = _KNOWN_MODULES | (_DENSE_MODULES if dense else set())
+    known = _KNOWN_MODULES | (_DENSE_MODULES if dense else set()) | (_EXPERT_MODULES if experts else set())
     if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
         return "a forward hook is registered for all modules"
     for name, module in model.named_modules():
@@ -82,6 +85,8 @@ def _obstacle_in(module: nn.Module, model: Transformer) -> str | None:
             return f"has its {key} on {tensor.device}, the model is on {model.device}"
         if not tensor.is_contiguous():
             return f"has a {key} with gaps (strides {tuple(tensor.stride())})"
+        if isinstance(module, Scores):
+            continue
         if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.dtype != model.dtype:
             return f"has a {tensor.dtype} {key}, the model computes in {model.dtype}"
         if tensor.dtype not in (torch.uint8, torch.float32, model.dtype):

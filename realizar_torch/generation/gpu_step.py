@@ -12,6 +12,7 @@ from realizar_torch.generation.workspace import MAX_BATCH, Workspace
 from realizar_torch.models.transformer import Block, Transformer
 from realizar_torch.nn.attention import Attention
 from realizar_torch.nn.embedding import QuantizedEmbedding
+from realizar_torch.nn.experts import MixtureOfExperts
 from realizar_torch.nn.kv_cache import KVCache
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.nn.norm import RMSNorm
@@ -34,11 +35,13 @@ def why_not(model: Transformer, cache: KVCache) -> str | None:
         return f"the model computes in {model.dtype}"
     if cache.batch_size > MAX_BATCH:
         return f"the batch of {cache.batch_size} is larger than {MAX_BATCH}"
-    if found := obstacle(model) or padding_obstacle(model):
+    if found := obstacle(model, experts=True) or padding_obstacle(model):
         return found
     for layer in model.layers:
         if layer.parallel and (layer.post_attn_norm is not None or layer.post_mlp_norm is not None):
             return "it norms what it adds in parallel"
+        if isinstance(layer.mlp, MixtureOfExperts) and (layer.parallel or layer.post_mlp_norm is not None):
+            return "it norms what experts give, or adds it in parallel"
     return None
 
 
@@ -163,18 +166,22 @@ class GpuStep:
             x = self._linears.mlp(mlp, self._norm(norm, None, mlp.up_proj))
             return self._linears.linear(mlp.down_proj, x, self._beside, residual=self._beside), scale
         addition = self._into_stream(attention.o_proj, x, layer.post_attn_norm, scale)
+        if isinstance(mlp, MixtureOfExperts):
+            # by its modules, which wait for nobody; the router takes the norm as it is
+            self._stream.add_(mlp(self._norm(layer.mlp_norm, addition, None)), alpha=scale)
+            return None
         x = self._linears.mlp(mlp, self._norm(layer.mlp_norm, addition, mlp.up_proj))
         return self._into_stream(mlp.down_proj, x, layer.post_mlp_norm, scale)
 
-    def _norm(self, norm: RMSNorm | None, addition: Addition, reader: QuantizedLinear) -> Activations:
+    def _norm(self, norm: RMSNorm | None, addition: Addition, reader: QuantizedLinear | None) -> Any:
         """The norm of the residual stream (or the stream itself), after adding to it, as ``reader`` takes
-        it."""
+        it; in fp32 for no reader."""
         from realizar_torch.triton_kernels.quantize import norm_quantize, normalize
 
         if norm is None:
             if addition is not None:
                 self._stream.add_(addition[0], alpha=addition[1])
-            return self._linears.quantized(self._stream, reader)
+            return self._stream if reader is None else self._linears.quantized(self._stream, reader)
         source, added = self._stream, {}
         if addition is not None:
             source, factor = addition
@@ -185,7 +192,7 @@ class GpuStep:
             "zero_centered": norm.zero_centered,
             "dependent": self._dependent,
         } | added
-        if self._linears.int8:
+        if self._linears.int8 and reader is not None:
             width = reader.padded_features
             int8 = self._linears.int8_view(width)
             return norm_quantize(source, norm.weight, norm.bias, width=width, out=int8, **options)
