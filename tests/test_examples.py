@@ -10,6 +10,7 @@ import pytest
 
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "bench" / "examples").glob("*.py"))
 SHOWN = {
+    "batch_job": r"France +eos +[^\n]*Paris.*10 answers, \d+ tokens.*refused: prompt of 200",
     "drop_in": r"dense:  accuracy (0\.9|1\.0).*packed: accuracy (0\.9|1\.0).*bfloat16: accuracy (0\.9|1\.0)",
     "compile": r"batch 33: [^\n]* eager (0\.0e\+00|\d\.\de-0[5-9])\n1 graph",
     "hf_generate": r"in 9\d MB.*fmt=Q4_1.*Paris.*logits equal: True",
