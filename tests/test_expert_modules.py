@@ -108,6 +108,17 @@ def test_saved_and_quantized(name, tmp_path, capsys):
         assert (direct(ids).logits - logits).abs().max() <= TOLERANCE
 
 
+@pytest.mark.parametrize("rows", [2, 70])
+def test_dense_experts_under_autocast(rows):
+    dense, x = DenseExperts(torch.randn(5, 8, 12)), torch.randn(rows, 1, 12)
+    experts = torch.randint(0, 5, (rows, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = dense(x, experts)
+    expected = torch.einsum("tunk,tk->tun", dense.weight[experts], x[:, 0])
+    # both factors rounded to 8 bits
+    assert y.dtype == torch.float32 and (y - expected).abs().max() < 2**-6 * 12
+
+
 def test_quantize_model_packs_dense_experts():
     """As quantize= would have; the router stays as it is."""
     model = load("mixtral")

@@ -127,7 +127,9 @@ def test_a_lost_tensor_is_named(lost):
         )
 
 
-def old_file(folder, path=FIXTURES / "mixtral.gguf", *, lost: str | None = None, odd: str | None = None):
+def old_file(
+    folder, path=FIXTURES / "mixtral.gguf", *, lost: str | None = None, odd: str | None = None, **changes
+):
     """The model as llama.cpp wrote it in 2023: a tensor for each expert. odd: one of another type."""
     file, tensors = open_gguf(path), {}
     for name, info in file.tensors.items():
@@ -137,7 +139,7 @@ def old_file(folder, path=FIXTURES / "mixtral.gguf", *, lost: str | None = None,
             stored = (info.fmt.name, info.shape[1:] if split else info.shape, part.numpy().tobytes())
             tensors[key] = stored if key != odd else plain(part.float())
     tensors.pop(lost, None)
-    keys = {key: _writable(value) for key, value in file.metadata.items()}
+    keys = {key: _writable(value) for key, value in file.metadata.items()} | changes
     return write_gguf(folder / "old.gguf", keys, tensors)
 
 
@@ -157,6 +159,11 @@ def test_old_files_with_a_tensor_for_each_expert(tmp_path, capsys):
     code, out, _ = call(capsys, "info", "-m", path, "--json")
     shapes = {tensor["name"]: tensor["shape"] for tensor in json.loads(out)["tensors"]}
     assert shapes["blk.1.ffn_down_exps.weight"] == [5, 36, 24]
+
+
+def test_old_files_do_not_tell_their_window_either(tmp_path, capsys):
+    code, out, _ = call(capsys, "check", "-m", old_file(tmp_path, **{"llama.context_length": 32768}))
+    assert code == 0 and "some llama models have a sliding window" in out
 
 
 def load_float(path):

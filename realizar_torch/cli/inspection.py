@@ -12,6 +12,7 @@ from realizar_torch.errors import RealizarError
 from realizar_torch.generation.causal_lm import DEFAULT_MAX_SEQ_LEN
 from realizar_torch.models.config import ModelConfig
 from realizar_torch.models.sources import models_under, open_source, open_tokenizer
+from realizar_torch.models.stacked_experts import StackedExperts
 from realizar_torch.models.tensors import LONG_DIVISORS, tensor_problems
 
 _LONGEST_VALUE = 100
@@ -130,7 +131,7 @@ def find_notes(path: Path) -> list[str]:
     source = open_source(path)
     config = ModelConfig.from_gguf(source.metadata, str(path))
     arch, notes = config.arch.name, []
-    told = config.sliding_window is not None or not isinstance(source, GGUFFile)
+    told = config.sliding_window is not None or not isinstance(source, GGUFFile | StackedExperts)
     if config.arch.hidden_window and not told and config.context_length > _SMALLEST_HIDDEN_WINDOW:
         notes.append(
             f"some {arch} models have a sliding window, which GGUF files do not tell; if this one's "

@@ -76,8 +76,9 @@ class DenseExperts(nn.Module):
         else:
             y = rows.new_zeros(len(ids), weight.shape[1])
             for expert, places in groups(ids, len(weight)):
-                y[places] = functional.linear(rows[places], weight[expert])
-        return y.view(*experts.shape, -1)
+                y[places] = functional.linear(rows[places], weight[expert]).to(y.dtype)
+        # autocast computes in its own dtype
+        return y.to(x.dtype).view(*experts.shape, -1)
 
     def extra_repr(self) -> str:
         experts, out_features, in_features = self.weight.shape
