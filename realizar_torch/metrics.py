@@ -21,6 +21,7 @@ class GenerationMetrics:
     prompt_tokens and new_tokens count over all rows of the batch; padding is not counted. first_token: when
     the first new token of every row was known on the host. last_token: the same for the latest one. rows:
     batch size. reused_tokens: those of the prompt whose keys and values were kept from an earlier generation.
+    decode_bytes: of weights, keys and values that had to be read between the two tokens.
     """
 
     prompt_tokens: int
@@ -29,6 +30,7 @@ class GenerationMetrics:
     first_token: float | None = None
     last_token: float | None = None
     reused_tokens: int = 0
+    decode_bytes: int = 0
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -47,6 +49,17 @@ class GenerationMetrics:
             return None
         return rate(self.new_tokens - self.rows, self.last_token - self.first_token)
 
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Bytes that decoding had to read, over the time since the first token; 0 before the second token."""
+        if self.first_token is None or self.last_token is None:
+            return 0.0
+        return (rate(self.decode_bytes, self.last_token - self.first_token) or 0.0) / 1e9
+
+    def bandwidth_share(self, bandwidth: float) -> float:
+        """``gigabytes_per_second`` over the device's ``bandwidth`` in GB/s; 0 where either is 0."""
+        return self.gigabytes_per_second / bandwidth if bandwidth else 0.0
+
     def as_dict(self) -> dict[str, float | int | None]:
         """The counts, times and rates under the names that ``--json`` prints."""
         return {
@@ -56,6 +69,7 @@ class GenerationMetrics:
             "time_to_first_token": self.time_to_first_token,
             "prompt_tokens_per_second": self.prompt_tokens_per_second,
             "tokens_per_second": self.tokens_per_second,
+            "gigabytes_per_second": self.gigabytes_per_second,
         }
 
 

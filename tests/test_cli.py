@@ -69,6 +69,7 @@ ANSWER_SCHEMA = {
         "time_to_first_token": "float",
         "prompt_tokens_per_second": "float",
         "tokens_per_second": "float",
+        "gigabytes_per_second": "float",
     },
     "import_seconds": "float",
     "load_seconds": "float",

@@ -158,11 +158,12 @@ def test_bench_prints_llama_bench_rows(run, tiny):
     header, rule, prompt, generation = out.splitlines()
     assert code == 0
     cells = [cell.strip() for cell in header.strip("|").split("|")]
-    assert cells == ["model", "size", "params", "backend", "activations", "threads", "test", "t/s"]
+    assert cells == ["model", "size", "params", "backend", "activations", "threads", "test", "t/s", "GB/s"]
     assert set(rule) == set("|-: ")
     common = r"\| +llama BF16 \| 0\.99 MiB \| 1\.26 M \| +cpu \| +int8 \| +\d+ \| "
-    assert re.fullmatch(common + r"pp16 \| +\d+\.\d\d ± \d+\.\d\d \|", prompt)
-    assert re.fullmatch(common + r" tg8 \| +\d+\.\d\d ± \d+\.\d\d \|", generation)
+    assert re.fullmatch(common + r"pp16 \| +\d+\.\d\d ± \d+\.\d\d \| +\|", prompt)
+    memory = r" +\d+\.\d \(\d+% of \d+\.\d\)"
+    assert re.fullmatch(common + r" tg8 \| +\d+\.\d\d ± \d+\.\d\d \|" + memory + r" \|", generation)
 
 
 def test_bench_json(run, tiny):
@@ -191,6 +192,7 @@ def test_bench_json(run, tiny):
         "samples_ns": ["int"],
         "samples_ts": ["float"],
     }
+    assert schema(records[1]) == schema(records[0]) | {"read_bytes": "int", "bandwidth": "float"}
     assert [(r["test"], r["n_prompt"], r["n_gen"]) for r in records] == [("pp16", 16, 0), ("tg8", 0, 8)]
     for record in records:
         tokens = record["n_prompt"] + record["n_gen"]

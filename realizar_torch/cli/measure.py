@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from realizar_torch import __version__
+from realizar_torch.cli.bandwidth import read_bandwidth
 from realizar_torch.cli.session import Session, open_session
 from realizar_torch.errors import CacheFullError, FormatError, GGUFError
 from realizar_torch.metrics import mean_and_deviation
@@ -36,7 +37,9 @@ def bench(args: argparse.Namespace) -> int:
         )
     if args.n_gen:
         records.append(
-            common | _record(0, args.n_gen, _times(_generation_test(session.model, args.n_gen), args))
+            common
+            | _record(0, args.n_gen, _times(_generation_test(session.model, args.n_gen), args))
+            | _memory_record(session.model, args.n_gen)
         )
     if args.json:
         print(json.dumps(records, ensure_ascii=False))
@@ -139,9 +142,24 @@ def _record(n_prompt: int, n_gen: int, seconds: list[float]) -> dict[str, Any]:
     }
 
 
+def _memory_record(model: Any, n_gen: int) -> dict[str, float]:
+    """What a generation test reads, in bytes, and how fast the memory is, in GB/s."""
+    from realizar_torch.generation.step_bytes import decode_bytes
+
+    return {"read_bytes": decode_bytes(model, 1, 1, n_gen), "bandwidth": read_bandwidth(model.device)}
+
+
+def _speed_of_memory(record: dict[str, Any]) -> str:
+    """GB/s of a generation test and its share of the bandwidth."""
+    if "bandwidth" not in record:
+        return ""
+    speed = record["read_bytes"] / record["avg_ns"]
+    return f"{speed:.1f} ({speed / record['bandwidth']:.0%} of {record['bandwidth']:.1f})"
+
+
 def _print_table(records: list[dict[str, Any]]) -> None:
-    """llama-bench's Markdown table, with the numerics as one column more."""
-    header = ("model", "size", "params", "backend", "activations", "threads", "test", "t/s")
+    """llama-bench's Markdown table, with columns for the numerics and for the memory that is read."""
+    header = ("model", "size", "params", "backend", "activations", "threads", "test", "t/s", "GB/s")
     rows = [
         (
             record["model_type"],
@@ -152,6 +170,7 @@ def _print_table(records: list[dict[str, Any]]) -> None:
             str(record["n_threads"]),
             record["test"],
             f"{record['avg_ts']:.2f} ± {record['stddev_ts']:.2f}",
+            _speed_of_memory(record),
         )
         for record in records
     ]

@@ -12,6 +12,7 @@ from realizar_torch.generation.options import Options, check_keywords
 from realizar_torch.generation.request import Request, make_request
 from realizar_torch.generation.sampling import new_seeds, sample, uniforms
 from realizar_torch.generation.step import decode_step, new_state, prefill
+from realizar_torch.generation.step_bytes import decode_bytes
 from realizar_torch.generation.stopping import RowStop
 from realizar_torch.metrics import GenerationMetrics
 
@@ -48,20 +49,22 @@ class Decoding:
             for _ in range(request.input_ids.shape[0])
         ]
         self.released = [""] * len(self.rows)
-        self._new_tokens = self._reused_tokens = 0
+        self._new_tokens = self._reused_tokens = self._steps = 0
         self._accepted = time.perf_counter()
         self._first_token: float | None = None
         self._last_token: float | None = None
 
     @property
     def metrics(self) -> GenerationMetrics:
+        rows, prompt_tokens = len(self.rows), self._request.prompt_tokens
         return GenerationMetrics(
-            self._request.prompt_tokens,
+            prompt_tokens,
             self._new_tokens,
-            len(self.rows),
+            rows,
             self._first_token,
             self._last_token,
             self._reused_tokens,
+            decode_bytes(self._model, rows, prompt_tokens, self._steps),
         )
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -156,7 +159,7 @@ class Decoding:
             self._request.prefix_cache.append(tokens[0])
         if step == 0:
             self._first_token = now
-        self._last_token = now
+        self._last_token, self._steps = now, step
         return tokens
 
     def _end_at_length(self) -> None:
