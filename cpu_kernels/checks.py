@@ -13,7 +13,7 @@ def check_tensor(
     name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int | None], *, contiguous: bool = True
 ) -> None:
     """A CPU tensor of ``dtype`` with ``shape`` (None: any size), contiguous unless that is waived."""
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise FormatError(f"{name} is on {tensor.device}, expected a CPU tensor; move it with .cpu()")
     if tensor.numel() and not _has_memory(tensor):
         raise FormatError(
@@ -22,14 +22,23 @@ def check_tensor(
         )
     if tensor.dtype != dtype:
         raise FormatError(f"{name} is {tensor.dtype}, expected {dtype}; convert it first")
-    found = tuple(tensor.shape)
-    if len(found) != len(shape) or any(e not in (None, f) for e, f in zip(shape, found, strict=True)):
+    if not _fits(tensor.shape, shape):
         expected = ", ".join("any" if size is None else str(size) for size in shape)
-        raise FormatError(f"{name} has shape {list(found)}, expected [{expected}]")
+        raise FormatError(f"{name} has shape {list(tensor.shape)}, expected [{expected}]")
     if contiguous and not tensor.is_contiguous():
         raise FormatError(
             f"{name} has strides {tensor.stride()}, expected contiguous memory; call .contiguous()"
         )
+
+
+def _fits(found: Sequence[int], shape: Sequence[int | None]) -> bool:
+    if len(found) != len(shape):
+        return False
+    # a loop: every call of an op comes here several times
+    for size, expected in zip(found, shape, strict=True):
+        if expected is not None and size != expected:
+            return False
+    return True
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -30,8 +30,8 @@ from realizar_torch.errors import FormatError
 from realizar_torch.formats import get_packed_format
 from realizar_torch.reference import QuantizedActivations
 
-# Below this many products, waking threads costs more than they save (about 15 µs of one thread's work).
-SERIAL_WORK = 1 << 17
+# Below this many products, waking threads costs more than they save (about 20 µs of one thread's work).
+SERIAL_WORK = 1 << 19
 
 _ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH}
 
@@ -105,7 +105,7 @@ def gate_up(
     if vectors.count != 1:
         raise FormatError(f"gate_up got {vectors.count} vectors, expected 1; use matmul for more")
     out, other, counter = torch.empty(1, rows), torch.empty(rows), ctypes.c_int64()
-    pool.run(
+    pool.share(
         gate_up_tiles,
         threads_for(2 * rows * in_features),
         ctypes.addressof(counter),
@@ -143,7 +143,7 @@ def expert_matvec(
         raise FormatError(f"experts {int(experts.min())} to {int(experts.max())} exceed {matrices} matrices")
     out, counter = torch.empty(count, rows), ctypes.c_int64()
     addressed = [pair for both in zip(vectors.addresses, vectors.strides, strict=True) for pair in both]
-    pool.run(
+    pool.share(
         expert_tiles,
         threads_for(count * rows * in_features),
         ctypes.addressof(counter),
@@ -216,7 +216,7 @@ def _product(
         return out
     counter = ctypes.c_int64()
     addressed = [pair for both in zip(vectors.addresses, vectors.strides, strict=True) for pair in both]
-    pool.run(
+    pool.share(
         matvec_tiles,
         threads_for(vectors.count * rows * in_features),
         ctypes.addressof(counter),
@@ -242,7 +242,7 @@ def _matmul_float(
     x = torch.nn.functional.pad(vectors.tensors[0], (0, -in_features % matmul_float.LANES)).contiguous()
     threads, counter = threads_for(vectors.count * rows * in_features), ctypes.c_int64()
     scratch = torch.empty(threads, matmul_float.TILE_ROWS, x.shape[1])
-    pool.run(
+    pool.share(
         matmul_float.matmul_tiles,
         threads,
         ctypes.addressof(counter),
@@ -297,7 +297,7 @@ def _decoded_rows(weight: Tensor, fmt: str, width: int, ids: Tensor | None) -> T
     check_weight("weight", weight, fmt, width)
     count = weight.shape[0] if ids is None else ids.shape[0]
     out, counter = torch.empty(count, width), ctypes.c_int64()
-    pool.run(
+    pool.share(
         decode_table_rows,
         threads_for(count * width),
         ctypes.addressof(counter),

@@ -167,6 +167,16 @@ def fetch_add_i64(typing_context, address, amount):
 
 
 @intrinsic
+def exchange_i64(typing_context, address, value):
+    """Atomically put ``value`` into the int64 at ``address`` (8-byte aligned) and return what was there."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.atomic_rmw("xchg", pointer_at(builder, _I64, arguments[0]), arguments[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
 def load_acquire_i64(typing_context, address):
     """Atomic load: what the writer did before its ``store_release_i64`` is visible afterwards."""
 

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import operator
 import os
+import queue
 import sys
 import threading
 
@@ -17,6 +18,7 @@ import numba
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import (
     cpu_pause,
+    exchange_i64,
     fetch_add_i64,
     load_acquire_i64,
     sched_yield,
@@ -61,17 +63,41 @@ def _rest(spins):
 
 
 @jit
-def _add_one(address):
-    fetch_add_i64(address, 1)
+def _add(address, amount):
+    fetch_add_i64(address, amount)
 
 
 @jit
-def _wait_for(address, value):
-    """Wait until the int64 at ``address`` is ``value``: native code, which no signal handler interrupts."""
+def _put(address, value):
+    store_release_i64(address, value)
+
+
+@jit
+def _take(address):
+    """Whether the ticket at ``address`` was still there; it is gone now."""
+    return exchange_i64(address, 0) != 0
+
+
+@jit
+def _take_back(ticket, awaited):
+    if _take(ticket):
+        fetch_add_i64(awaited, -1)
+
+
+@jit
+def _wait_for(finished, awaited):
+    """Wait until both int64 are equal: native code, which no signal handler interrupts."""
     spins = 0
-    while load_acquire_i64(address) != value:
+    while load_acquire_i64(finished) != load_acquire_i64(awaited):
         _rest(spins)
         spins += 1
+
+
+@functools.cache
+def _compile_own() -> None:
+    one, two = (numba.int64,), (numba.int64, numba.int64)
+    for function, signature in ((_add, two), (_put, two), (_take, one), (_take_back, two), (_wait_for, two)):
+        function.compile(signature)
 
 
 def run(kernel, n_threads: int, *args: int | float) -> None:
@@ -81,10 +107,24 @@ def run(kernel, n_threads: int, *args: int | float) -> None:
     be 1 where more were asked for (pool busy with another caller, or no thread to be had), so results must
     not depend on it. Returns when all have finished. An exception in any of them is raised here.
     """
+    _run(kernel, n_threads, args, False)
+
+
+def share(kernel, n_threads: int, *args: int | float) -> None:
+    """``run`` for kernels whose threads take tiles from a counter until none is left, without barriers.
+
+    A thread that has not begun when the caller has finished its own call is not waited for and does not
+    begin: where other threads keep the cores busy (torch's spin for a while after each of its ops) it would
+    come late to find nothing to do.
+    """
+    _run(kernel, n_threads, args, True)
+
+
+def _run(kernel, n_threads: int, args: tuple, late_ones_stay_away: bool) -> None:
     if n_threads <= 1 or sys.is_finalizing():
         kernel(0, 1, *args)
     else:
-        _pool().run(kernel, n_threads, args)
+        _pool().run(kernel, n_threads, args, late_ones_stay_away)
 
 
 @functools.cache
@@ -98,26 +138,30 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Worker:
-    """A thread that waits for ``go``, makes one call, and counts itself as finished."""
+    """A thread that waits for ``go``, makes one call if its ticket is still there, and counts as finished."""
 
     def __init__(self, number: int, finished: int):
         self.call = None
         self.error: BaseException | None = None
         self._finished = finished
-        self._gate = threading.Lock()
-        self._gate.acquire()
-        self.go = self._gate.release
+        self._ticket = ctypes.c_int64()
+        self.ticket = ctypes.addressof(self._ticket)
+        self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
+        # a signal too many, from a run that did not wait, finds no ticket
+        self.go = functools.partial(self._signals.put, None)
         threading.Thread(target=self._work, name=f"realizar_torch-{number}", daemon=True).start()
 
     def _work(self) -> None:
         while True:
-            self._gate.acquire()
+            self._signals.get()
+            if not _take(self.ticket):
+                continue
             try:
                 self.call()
             except BaseException as error:
                 self.error = error
             self.call = None
-            _add_one(self._finished)
+            _add(self._finished, 1)
 
 
 class _Pool:
@@ -126,16 +170,18 @@ class _Pool:
     def __init__(self):
         self._free = threading.Lock()
         self._workers: list[_Worker] = []
-        self._finished = ctypes.c_int64()
+        # calls that workers have finished, and those that the caller waits for
+        self._finished, self._awaited = ctypes.c_int64(), ctypes.c_int64()
 
-    def run(self, kernel, n_threads: int, args: tuple) -> None:
+    def run(self, kernel, n_threads: int, args: tuple, late_ones_stay_away: bool) -> None:
         if not self._free.acquire(blocking=False):
             kernel(0, 1, *args)
             return
         try:
             workers = self._prepare(kernel, n_threads, args)
             if workers:
-                self._run_together(functools.partial(kernel, 0, n_threads, *args), workers)
+                own_call = functools.partial(kernel, 0, n_threads, *args)
+                self._run_together(own_call, workers, late_ones_stay_away)
         finally:
             self._free.release()
         if not workers:
@@ -143,14 +189,14 @@ class _Pool:
 
     def _prepare(self, kernel, n_threads: int, args: tuple) -> list[_Worker]:
         """The workers for a run, each holding its call; none if threads cannot be started."""
-        address = ctypes.addressof(self._finished)
         # compiled here: compiling is Python code, and the threads must start together
-        for function, arguments in ((kernel, (0, n_threads, *args)), (_add_one, (0,)), (_wait_for, (0, 0))):
-            if not function.signatures:
-                function.compile(tuple(numba.typeof(argument) for argument in arguments))
+        _compile_own()
+        if not kernel.overloads:
+            kernel.compile(tuple(numba.typeof(argument) for argument in (0, n_threads, *args)))
         try:
             while len(self._workers) < n_threads - 1:
-                self._workers.append(_Worker(len(self._workers) + 1, address))
+                number = len(self._workers) + 1
+                self._workers.append(_Worker(number, ctypes.addressof(self._finished)))
         except RuntimeError:
             # no more threads: a limit of the system, or the interpreter is shutting down
             return []
@@ -160,18 +206,23 @@ class _Pool:
             worker.call = functools.partial(kernel, thread, n_threads, *args)
         return workers
 
-    def _run_together(self, own_call, workers: list[_Worker]) -> None:
-        self._finished.value = 0
-        wait = functools.partial(_wait_for, ctypes.addressof(self._finished), len(workers))
+    def _run_together(self, own_call, workers: list[_Worker], late_ones_stay_away: bool) -> None:
+        self._finished.value, self._awaited.value = 0, len(workers)
+        finished, awaited = ctypes.addressof(self._finished), ctypes.addressof(self._awaited)
+        ending = [functools.partial(_wait_for, finished, awaited)]
+        if late_ones_stay_away:
+            ending[:0] = [functools.partial(_take_back, worker.ticket, awaited) for worker in workers]
         started: list[bool] = []
-        steps = (functools.partial(started.append, True), *(worker.go for worker in workers), own_call, wait)
+        beginning = [functools.partial(started.append, True)]
+        for worker in workers:
+            beginning += functools.partial(_put, worker.ticket, 1), worker.go
         # One call into C: Python runs signal handlers between bytecodes only, so a KeyboardInterrupt cannot
         # come between waking the workers and joining them, nor leave while they use the caller's memory.
         try:
-            list(map(operator.call, steps))
+            list(map(operator.call, (*beginning, own_call, *ending)))
         finally:
             if started:
-                wait()
+                list(map(operator.call, ending))
         for worker in workers:
             if worker.error is not None:
                 raise worker.error

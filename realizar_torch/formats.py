@@ -4,6 +4,7 @@ No other file states a block size in bytes. Layouts follow ggml's block structs;
 ``block_size`` consecutive weights of one row.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -35,7 +36,7 @@ class BlockFormat:
     block_size: int
     fields: tuple[Field, ...]
 
-    @property
+    @functools.cached_property
     def block_bytes(self) -> int:
         return sum(field.nbytes for field in self.fields)
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -66,8 +67,13 @@ def testfirst_numbersren_compute_what_the_parent_does(method):
 def test_never_more_threads_than_torch_was_told_to_use(monkeypatch):
     """F-63."""
     told = []
-    run = launch.pool.run
-    monkeypatch.setattr(launch.pool, "run", lambda kernel, n, *rest: (told.append(n), run(kernel, n, *rest)))
+
+    def tell(call, kernel, n_threads, *rest):
+        told.append(n_threads)
+        call(kernel, n_threads, *rest)
+
+    for name in ("run", "share"):
+        monkeypatch.setattr(launch.pool, name, partial(tell, getattr(launch.pool, name)))
     for n_threads in (1, 2, 3):
         torch.set_num_threads(n_threads)
         everything(0)

@@ -71,9 +71,9 @@ def _zeros(count: int) -> np.ndarray:
     return np.zeros(count, np.int64)
 
 
-def _sum_with(n_threads: int, values: np.ndarray) -> int:
+def _sum_with(n_threads: int, values: np.ndarray, run=pool.run) -> int:
     counter, total = _zeros(1), _zeros(1)
-    pool.run(_sum_tiles, n_threads, counter.ctypes.data, values.ctypes.data, len(values), total.ctypes.data)
+    run(_sum_tiles, n_threads, counter.ctypes.data, values.ctypes.data, len(values), total.ctypes.data)
     return int(total[0])
 
 
@@ -117,6 +117,37 @@ def test_an_exception_in_any_thread_reaches_the_caller(culprit):
         pool.run(_fail_on, 3, culprit)
     pool.run(_fail_on, 3, 99)
     assert _sum_with(3, np.arange(100)) == 4950
+
+
+def test_an_exception_of_the_caller_leaves_shared_work_in_order():
+    for _ in range(20):
+        with pytest.raises(ZeroDivisionError):
+            pool.share(_fail_on, 3, 0)
+    assert _sum_with(3, np.arange(100), pool.share) == 4950
+
+
+def test_shared_work_is_complete_whoever_begins_in_time():
+    values = np.arange(100)
+    for _ in range(500):
+        assert _sum_with(3, values, pool.share) == 4950
+
+
+def test_shared_work_does_not_wait_for_threads_that_have_not_begun(monkeypatch):
+    calls, sizes = _zeros(4), _zeros(4)
+    pool.run(_record, 3, calls.ctypes.data, sizes.ctypes.data)
+    workers = pool._pool()._workers[:2]
+    wake = [worker.go for worker in workers]
+    with monkeypatch.context() as asleep:
+        for worker in workers:
+            asleep.setattr(worker, "go", int)
+        for _ in range(3):
+            pool.share(_record, 3, calls.ctypes.data, sizes.ctypes.data)
+    assert calls.tolist() == [4, 1, 1, 0]
+    # late signals find nothing to do
+    for signal in wake * 2:
+        signal()
+    pool.run(_record, 3, calls.ctypes.data, sizes.ctypes.data)
+    assert calls.tolist() == [5, 2, 2, 0]
 
 
 def test_a_second_caller_works_alone_while_the_pool_is_busy():
@@ -207,13 +238,15 @@ _LONG_KERNEL = """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-def test_an_interrupt_waits_for_every_thread():
+@pytest.mark.parametrize("run", ["run", "share"])
+def test_an_interrupt_waits_for_every_thread(run):
     result = _python(
         _LONG_KERNEL
+        + f"    run = pool.{run}"
         + """
     threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
-        pool.run(long, 2, tenth, finished.ctypes.data)
+        run(long, 2, tenth, finished.ctypes.data)
         time.sleep(1)
     except KeyboardInterrupt:
         # thread 1 takes twice as long as the caller's own part
