@@ -1,14 +1,14 @@
-"""Ways through the rows of an int8 matvec: one by one, or four at once from four places.
+"""Ways through the rows of an int8 matvec, both from four places: one row at a time in turn, or four at once.
 
-Reading four places at once lets the hardware prefetch four pages, and what belongs to the activations is
-shared by four rows. A row's result does not depend on which of the four it was.
+Four places let the hardware prefetch from four pages. Four rows at once also share what belongs to the
+activations. A row's result does not depend on which of the four it was.
 """
 
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import store_f32
 from realizar_torch.cpu_kernels.simd import prefetch
 
-# Bytes from what is read to what is asked for: of one place, and of each of four.
+# Bytes from what is read to what is asked for: rows in turn, and four rows at once.
 FAR, NEAR = 3072, 1024
 
 # The most rows that a thread takes at a time, and the bytes they should have: four long runs to stream, few
@@ -31,12 +31,15 @@ def prefetch_block(address, size):
         prefetch(address + line)
 
 
-def one_by_one(dot):
+def in_turn(dot):
     """Rows of ``dot(target, row, n_blocks, q, scale, sums)``, a float32."""
 
     @jit(device=True)
     def rows(target, weight, row_bytes, first_row, last_row, n_blocks, q, scale, sums, out):
-        for row in range(first_row, last_row):
+        gap = (last_row - first_row) // 4
+        for index in range(last_row - first_row):
+            # rows that are left over come last
+            row = first_row + (index // 4 + index % 4 * gap if index < 4 * gap else index)
             store_f32(out, dot(target, weight + row * row_bytes, n_blocks, q, scale, sums), 4 * row)
 
     return rows

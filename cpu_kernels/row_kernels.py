@@ -20,7 +20,7 @@ from realizar_torch.cpu_kernels.int8_affine_k import dot_q4_k, dot_q5_k
 from realizar_torch.cpu_kernels.int8_k import dot_q2_k, dot_q3_k, dot_q6_k
 from realizar_torch.cpu_kernels.int8_legacy import dot_q4_0, dot_q4_1, dot_q5_0, dot_q5_1, dot_q8_0
 from realizar_torch.cpu_kernels.int8_matmul import matmul_tile_of
-from realizar_torch.cpu_kernels.int8_rows import four_at_once, one_by_one
+from realizar_torch.cpu_kernels.int8_rows import four_at_once, in_turn
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.native import address_of
 from realizar_torch.cpu_kernels.targets import best_target
@@ -28,13 +28,13 @@ from realizar_torch.formats import get_packed_format
 
 _INT8_ROWS: Mapping[str, object] = MappingProxyType(
     {
-        "Q4_0": one_by_one(dot_q4_0),
-        "Q4_1": one_by_one(dot_q4_1),
-        "Q5_0": one_by_one(dot_q5_0),
-        "Q5_1": one_by_one(dot_q5_1),
-        "Q8_0": one_by_one(dot_q8_0),
-        "Q2_K": one_by_one(dot_q2_k),
-        "Q3_K": one_by_one(dot_q3_k),
+        "Q4_0": in_turn(dot_q4_0),
+        "Q4_1": in_turn(dot_q4_1),
+        "Q5_0": in_turn(dot_q5_0),
+        "Q5_1": in_turn(dot_q5_1),
+        "Q8_0": in_turn(dot_q8_0),
+        "Q2_K": in_turn(dot_q2_k),
+        "Q3_K": in_turn(dot_q3_k),
         "Q4_K": four_at_once(dot_q4_k),
         "Q5_K": four_at_once(dot_q5_k),
         "Q6_K": four_at_once(dot_q6_k),
