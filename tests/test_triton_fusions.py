@@ -3,10 +3,12 @@ write, attention.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from cases import assert_within, float_tolerance, int8_kernel_tolerance, random_activations, random_blocks
+from torch.nn import functional
 
 from realizar_torch import packing, reference
 from realizar_torch.errors import FormatError
@@ -28,8 +30,21 @@ def dequantized(quantized: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return (quantized[0].double().unflatten(-1, (-1, 32)) * quantized[1].double().unsqueeze(-1)).flatten(-2)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize(("fmt", "layout"), [("Q4_K", "ggml"), ("Q6_K", "planar"), ("Q8_0", "ggml")])
+ACTIVATIONS = {"silu": functional.silu, "gelu": functional.gelu}
+ACTIVATIONS["gelu_tanh"] = partial(functional.gelu, approximate="tanh")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "layout", "activation"),
+    [
+        ("Q4_K", "ggml", "silu"),
+        ("Q4_K", "ggml", "gelu_tanh"),
+        ("Q6_K", "planar", "silu"),
+        ("Q6_K", "planar", "gelu_tanh"),
+        ("Q8_0", "ggml", "silu"),
+        ("Q8_0", "ggml", "gelu"),
+    ],
+)
 def test_gate_and_up(fmt: str, layout: str, activation: str) -> None:
     weights = [random_blocks(fmt, 5, 512, seed).to(DEVICE) for seed in (1, 2)]
     gate, up = (packing.pack(w, fmt, layout) for w in weights)
@@ -38,14 +53,10 @@ def test_gate_and_up(fmt: str, layout: str, activation: str) -> None:
 
     def expect(seen: torch.Tensor, bounds: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         g, u = (seen @ d.T for d in decoded)
-        if activation == "silu":
-            active = torch.nn.functional.silu(g)
-        else:
-            active = torch.nn.functional.gelu(g, approximate="tanh")
-        # both activations have slopes of at most 1.13; exp and the division cost a few ulp
-        return active * u, 1.2 * bounds[0] * u.abs() + bounds[1] * active.abs() + 3e-6 * (
-            active * u
-        ).abs() + 1e-9
+        active = ACTIVATIONS[activation](g)
+        # the activations have slopes of at most 1.13; exp and the division cost a few ulp, erf one ulp of 1
+        own = 3e-6 * (active * u).abs() + 1e-9 + (1e-7 * (g * u).abs() if activation == "gelu" else 0)
+        return active * u, 1.2 * bounds[0] * u.abs() + bounds[1] * active.abs() + own
 
     y = gate_up(x, gate, up, fmt, 512, activation=activation, layout=layout)
     assert_within(y, *expect(x.double(), [float_tolerance(x, d) for d in decoded]))
@@ -53,6 +64,18 @@ def test_gate_and_up(fmt: str, layout: str, activation: str) -> None:
     seen = dequantized(quantized)
     y = gate_up_int8(*quantized, gate, up, fmt, 512, activation=activation, layout=layout)
     assert_within(y, *expect(seen, [int8_kernel_tolerance(seen, d) for d in decoded]))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activated_and_quantized_at_once(activation: str) -> None:
+    x = 2 * torch.randn(2, 70)
+    exact = functional.pad(ACTIVATIONS[activation](x.double()), (0, 26))
+    found = dequantized(quantize_activations(x.to(DEVICE), 96, activation=activation)).cpu()
+    # half of a block's steps, of which the largest value has 127
+    largest = exact.unflatten(-1, (3, 32)).abs().amax(-1).repeat_interleave(32, dim=-1)
+    assert_within(found, exact, 1.0001 * largest / 254 + 1e-6)
+    with pytest.raises(FormatError, match="unknown activation 'relu'"):
+        quantize_activations(x.to(DEVICE), 96, activation="relu")
 
 
 @pytest.mark.parametrize("batch", [1, 2])
