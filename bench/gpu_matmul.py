@@ -7,6 +7,7 @@ speed. The last lines are all products of one step of an 8B model in Q4_K_M's mi
 """
 
 import argparse
+import functools
 import itertools
 import json
 import multiprocessing
@@ -17,6 +18,7 @@ from gpu_matvec import SHAPES, Case, graph_time, layout_of, random_weight, read_
 
 from realizar_torch import packing
 from realizar_torch.triton_kernels.configs import MatmulLaunch, choose_matmul
+from realizar_torch.triton_kernels.grouped import Int8Activations, empty_grouped, grouped
 from realizar_torch.triton_kernels.matmul import matmul_int8
 from realizar_torch.triton_kernels.matvec import matvec_int8
 from realizar_torch.triton_kernels.quantize import quantize_activations
@@ -31,8 +33,14 @@ PROCESSES = 15
 class MatmulCase(Case):
     """One shape and batch, run by the tensor-core product."""
 
+    grouped: Int8Activations | None = None
+
     def run(self, activations: str, weight: torch.Tensor, launch: MatmulLaunch | None = None) -> torch.Tensor:
-        return matmul_int8(*self.q, weight, self.fmt, self.in_features, layout=self.layout, launch=launch)
+        if self.grouped is None:
+            self.grouped = grouped(*self.q)
+        return matmul_int8(
+            *self.grouped, len(self.x), weight, self.fmt, self.in_features, layout=self.layout, launch=launch
+        )
 
 
 def _compile(job: Job) -> None:
@@ -122,23 +130,33 @@ def step(batches: list[int], limit: float) -> list[dict[str, object]]:
     weights = [packing.pack(random_weight(f, n, k, i), f, layout_of(f)) for i, (f, n, k) in enumerate(plan())]
     nbytes = sum(w.nbytes for w in weights)
     records: list[dict[str, object]] = []
-    for batch in batches:
-        inputs = {k: quantize_activations(torch.randn(batch, k, device="cuda"), k) for k in (4096, 14336)}
-        for name, product in (("matmul", matmul_int8), ("matvec", matvec_int8)):
-            if name == "matvec" and batch > 8:
-                continue
-            calls = [
-                lambda w=w, f=f, k=k, q=inputs[k], p=product: p(*q, w, f, k, layout=layout_of(f))
-                for w, (f, _, k) in zip(weights, plan(), strict=True)
-            ]
-            time = graph_time(calls)
-            print(
-                f"step {name} M={batch}: {len(calls)} products, {nbytes} B, {time:.3f} ms, "
-                f"{nbytes / time / 1e6 / limit:.0%}",
-                flush=True,
-            )
-            records.append({"product": name, "batch": batch, "ms": time, "bytes": nbytes})
+    for batch, name in itertools.product(batches, ("matmul", "matvec")):
+        if name == "matvec" and batch > 8:
+            continue
+        inputs, product = {}, matvec_int8
+        for k in (4096, 14336):
+            x = torch.randn(batch, k, device="cuda")
+            if name == "matmul":
+                product = functools.partial(_grouped_product, batch)
+                inputs[k] = quantize_activations(x, k, empty_grouped(batch, k, x.device))
+            else:
+                inputs[k] = quantize_activations(x, k)
+        calls = [
+            lambda w=w, f=f, k=k, q=inputs[k], p=product: p(*q, w, f, k, layout=layout_of(f))
+            for w, (f, _, k) in zip(weights, plan(), strict=True)
+        ]
+        time = graph_time(calls)
+        print(
+            f"step {name} M={batch}: {len(calls)} products, {nbytes} B, {time:.3f} ms, "
+            f"{nbytes / time / 1e6 / limit:.0%}",
+            flush=True,
+        )
+        records.append({"product": name, "batch": batch, "ms": time, "bytes": nbytes})
     return records
+
+
+def _grouped_product(batch: int, q, scale, sums, *operands, **options):
+    return matmul_int8(q, scale, sums, batch, *operands, **options)
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from cases import (
     PACKED,
-    PROBES,
     assert_within,
     int8_kernel_tolerance,
     probe_vector,
@@ -21,8 +20,11 @@ pytest.importorskip("triton")
 
 from realizar_torch.triton_kernels.blocks import GGML_ONLY
 from realizar_torch.triton_kernels.configs import MatmulLaunch, choose_matmul
-from realizar_torch.triton_kernels.matmul import MATMUL_ROWS, matmul_int8
-from realizar_torch.triton_kernels.quantize import quantize_activations
+from realizar_torch.triton_kernels.grouped import empty_grouped, grouped
+from realizar_torch.triton_kernels.matmul import matmul_int8
+from realizar_torch.triton_kernels.matmul_gate_up import matmul_gate_up_int8
+from realizar_torch.triton_kernels.matmul_qkv import matmul_qkv_int8
+from realizar_torch.triton_kernels.quantize import norm_quantize, quantize_activations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = [
@@ -35,11 +37,11 @@ Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def quantized(x: torch.Tensor, fmt: str) -> tuple[Quantized, torch.Tensor]:
-    """int8 activations, and the float64 values they stand for."""
+    """Grouped int8 activations, and the float64 values they stand for."""
     spec = get_packed_format(fmt)
-    parts = quantize_activations(x, spec.blocks(x.shape[-1]) * spec.block_size)
-    seen = (parts[0].double().unflatten(-1, (-1, 32)) * parts[1].double().unsqueeze(-1)).flatten(-2)
-    return parts, seen[:, : x.shape[-1]]
+    q, scale, sums = quantize_activations(x, spec.blocks(x.shape[-1]) * spec.block_size)
+    seen = (q.double().unflatten(-1, (-1, 32)) * scale.double().unsqueeze(-1)).flatten(-2)
+    return grouped(q, scale, sums), seen[:, : x.shape[-1]]
 
 
 def check_matmul(
@@ -52,7 +54,7 @@ def check_matmul(
     parts, seen = quantized(random_activations(batch, in_features, seed=batch).to(DEVICE), fmt)
     bias, residual = torch.randn(rows, device=DEVICE), torch.randn(batch, rows, device=DEVICE)
     y = matmul_int8(
-        *parts, weight, fmt, in_features, bias, residual=residual, layout=layout, launch=launch
+        *parts, batch, weight, fmt, in_features, bias, residual=residual, layout=layout, launch=launch
     )
     slack = 1e-6 * (bias.abs() + residual.abs()).double()
     expected = seen @ decoded.T + bias.double() + residual.double()
@@ -80,7 +82,7 @@ def test_matmul_of_the_probe_is_exact(fmt: str) -> None:
     assert torch.equal(seen[0].cpu(), x.double())
     weight = scaled_probe_rows(fmt, 9).to(DEVICE)
     expected = seen @ reference.dequantize(weight, fmt, size, torch.float64).T
-    y = matmul_int8(*parts, weight, fmt, size)
+    y = matmul_int8(*parts, 2, weight, fmt, size)
     assert_within(y, expected, 1e-6 * expected.abs().amax())
 
 
@@ -106,9 +108,9 @@ def test_a_result_depends_on_no_neighbour_and_no_slot() -> None:
     poisoned = x.clone()
     poisoned[4] = torch.nan
     order = torch.tensor([8, 0, 5, 3, 4, 1, 7, 2, 6], device=DEVICE)
-    first = matmul_int8(*quantized(x, "Q4_K")[0], blocks, "Q4_K", 256)
-    second = matmul_int8(*quantized(poisoned, "Q4_K")[0], blocks, "Q4_K", 256)
-    moved = matmul_int8(*quantized(x[order], "Q4_K")[0], blocks, "Q4_K", 256)
+    first = matmul_int8(*quantized(x, "Q4_K")[0], 9, blocks, "Q4_K", 256)
+    second = matmul_int8(*quantized(poisoned, "Q4_K")[0], 9, blocks, "Q4_K", 256)
+    moved = matmul_int8(*quantized(x[order], "Q4_K")[0], 9, blocks, "Q4_K", 256)
     others = [0, 1, 2, 3, 5, 6, 7, 8]
     assert torch.equal(first[others], second[others])
     assert second[4].isnan().all()
@@ -120,7 +122,7 @@ def test_a_nan_past_the_end_of_a_short_row_stays_outside() -> None:
     blocks = random_blocks("Q4_K", 3, 768).to(DEVICE)
     x = random_activations(2, 768).to(DEVICE)
     x[1, 600] = torch.nan
-    y = matmul_int8(*quantized(x, "Q4_K")[0], blocks, "Q4_K", 768, launch=MatmulLaunch(1, 1, 2))
+    y = matmul_int8(*quantized(x, "Q4_K")[0], 2, blocks, "Q4_K", 768, launch=MatmulLaunch(1, 1, 2))
     assert not y[0].isnan().any() and y[1].isnan().all()
 
 
@@ -129,24 +131,77 @@ def test_outputs_of_other_types_and_no_rows() -> None:
     parts, seen = quantized(random_activations(4, 64).to(DEVICE), "Q8_0")
     exact = seen @ reference.dequantize(blocks, "Q8_0", 64, torch.float64).T
     for dtype in (torch.float16, torch.bfloat16):
-        y = matmul_int8(*parts, blocks, "Q8_0", 64, out_dtype=dtype)
+        y = matmul_int8(*parts, 4, blocks, "Q8_0", 64, out_dtype=dtype)
         assert y.dtype == dtype
         assert_within(y, exact, torch.finfo(dtype).eps * exact.abs() + 1e-3)
-    empty = matmul_int8(*(part[:0] for part in parts), blocks, "Q8_0", 64)
+    empty = matmul_int8(*empty_grouped(0, 64, blocks.device), 0, blocks, "Q8_0", 64)
     assert empty.shape == (0, 5)
 
 
-def test_more_rows_than_the_kernel_takes_are_refused() -> None:
-    parts, _ = quantized(torch.zeros(MATMUL_ROWS + 1, 32, device=DEVICE), "Q8_0")
-    with pytest.raises(FormatError, match="128"):
-        matmul_int8(*parts, random_blocks("Q8_0", 2, 32).to(DEVICE), "Q8_0", 32)
+def test_activations_that_are_not_grouped_or_not_so_many_are_refused() -> None:
+    weight, x = random_blocks("Q8_0", 2, 32).to(DEVICE), random_activations(9, 32).to(DEVICE)
+    plain = quantize_activations(x, 32)
+    for parts, batch in ((plain, 9), (grouped(*plain), 8)):
+        with pytest.raises(FormatError, match="as grouped\\(\\) makes them"):
+            matmul_int8(*parts, batch, weight, "Q8_0", 32)
 
 
-def test_scales_that_cannot_be_read_in_one_load_are_refused() -> None:
-    q, scale, sums = quantized(random_activations(2, 256).to(DEVICE), "Q4_K")[0]
-    moved = torch.cat([scale.flatten()[:1], scale.flatten()])[1:].view_as(scale)
-    with pytest.raises(FormatError, match="multiple of 16"):
-        matmul_int8(q, moved, sums, random_blocks("Q4_K", 2, 256).to(DEVICE), "Q4_K", 256)
+@pytest.mark.parametrize("batch", [3, 9])
+def test_quantization_writes_groups(batch: int) -> None:
+    x = random_activations(batch, 96).to(DEVICE)
+    gain = torch.rand(96, device=DEVICE) + 0.5
+    kind = {"width": 256, "normalization": "rmsnorm", "eps": 1e-5}
+    for found, plain in (
+        (
+            quantize_activations(x, 256, empty_grouped(batch, 256, x.device)),
+            quantize_activations(x, 256),
+        ),
+        (
+            norm_quantize(x, gain, out=empty_grouped(batch, 256, x.device), **kind),
+            norm_quantize(x, gain, **kind),
+        ),
+    ):
+        for part, expected in zip(found, grouped(*plain), strict=True):
+            rows = [item.transpose(1, 2).flatten(0, 1)[:batch] for item in (part, expected)]
+            assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "layout", "activation"), [("Q4_K", "ggml", "silu"), ("Q6_K", "planar", "gelu_tanh")]
+)
+def test_gate_and_up_equal_two_products(fmt: str, layout: str, activation: str) -> None:
+    blocks = [random_blocks(fmt, 9, 256, seed).to(DEVICE) for seed in (1, 2)]
+    gate, up = (packing.pack(item, fmt, layout) for item in blocks)
+    parts, _ = quantized(random_activations(9, 256).to(DEVICE) / 30, fmt)
+    launch = MatmulLaunch(2, 2, 1)
+    y = matmul_gate_up_int8(
+        *parts, 9, gate, up, fmt, 256, activation=activation, layout=layout, launch=launch
+    )
+    g, u = (
+        matmul_int8(*parts, 9, item, fmt, 256, layout=layout, launch=launch).double() for item in (gate, up)
+    )
+    if activation == "silu":
+        active = torch.nn.functional.silu(g)
+    else:
+        active = torch.nn.functional.gelu(g, approximate="tanh")
+    # exp and the division cost a few ulp
+    assert_within(y, active * u, 3e-6 * (active * u).abs() + 1e-9)
+
+
+def test_three_weights_of_different_formats_equal_three_products() -> None:
+    fmts, layouts, rows = ("Q4_K", "Q5_K", "Q6_K"), ("ggml", "ggml", "planar"), (17, 3, 5)
+    weights = [
+        packing.pack(random_blocks(f, n, 256, n).to(DEVICE), f, lay)
+        for f, n, lay in zip(fmts, rows, layouts, strict=True)
+    ]
+    parts, _ = quantized(random_activations(9, 256).to(DEVICE), "Q4_K")
+    launch, bias = MatmulLaunch(1, 2, 1), torch.randn(sum(rows), device=DEVICE)
+    y = matmul_qkv_int8(*parts, 9, weights, fmts, 256, bias, layouts=layouts, launch=launch)
+    singles = [
+        matmul_int8(*parts, 9, w, f, 256, b, layout=lay, launch=launch)
+        for w, f, lay, b in zip(weights, fmts, layouts, bias.split(rows), strict=True)
+    ]
+    assert torch.equal(y, torch.cat(singles, 1))
 
 
 def test_launch_shapes_fit_rows_and_columns() -> None:

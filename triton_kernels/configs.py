@@ -57,14 +57,20 @@ class MatmulLaunch:
     warps: int
 
 
+# More vectors than this are cheaper as a product of decoded weights.
+MATMUL_ROWS = 64
+
+
 def choose_matmul(fmt: str, rows: int, in_features: int, batch: int) -> MatmulLaunch:
     """The launch shape of a tensor-core product of ``rows`` × ``in_features`` packed weights with ``batch``
     vectors.
     """
-    steps = -(-get_packed_format(fmt).blocks(in_features) * get_packed_format(fmt).block_size // 256)
-    columns = min(-(-batch // 8), 4)
-    warps = min(8 if rows <= 8192 else 4, _power_of_two_at_least(steps))
-    return MatmulLaunch(1, columns, warps)
+    found = get_packed_format(fmt)
+    steps = -(-found.blocks(in_features) * found.block_size // 256)
+    # a scale for every 16 weights: sixteen products of a row in registers leave no room for a second tile
+    tiles = 1 if planes_per_scale(fmt) == 1 and planes(fmt) == 4 else 2
+    warps = 8 if tiles == 2 and (steps > 32 or rows <= 4096) else 4
+    return MatmulLaunch(tiles, min(-(-batch // 8), 4), min(warps, _power_of_two_at_least(steps)))
 
 
 @dataclass(frozen=True)

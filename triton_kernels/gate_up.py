@@ -106,7 +106,7 @@ def gate_up_int8(
 
     gate and up: uint8 ``[rows, row_bytes]`` of one format and layout.
     """
-    first, second, align = _pair(gate, up, fmt, in_features, layout)
+    first, second, align = gate_up_pair(gate, up, fmt, in_features, layout)
     check_int8(q, scale, sums, first.blocks * first.fmt.block_size)
     device = same_device(q, scale, sums, gate, up, out)
     result = output_tensor(out, (q.shape[0], first.rows), out_dtype, device)
@@ -139,7 +139,7 @@ def gate_up(
     dependent: bool = False,
 ) -> torch.Tensor:
     """act(x·gateᵀ) * (x·upᵀ), exact weights: x ``[..., in_features]`` → ``[..., rows]`` in x's dtype."""
-    first, second, align = _pair(gate, up, fmt, in_features, layout)
+    first, second, align = gate_up_pair(gate, up, fmt, in_features, layout)
     flat = float_rows_of(x, in_features, MAX_ROWS)
     device = same_device(x, gate, up, out)
     result = output_tensor(out, (*x.shape[:-1], first.rows), x.dtype, device)
@@ -158,7 +158,7 @@ def gate_up(
     return result
 
 
-def _pair(
+def gate_up_pair(
     gate: torch.Tensor, up: torch.Tensor, fmt: str, in_features: int, layout: str
 ) -> tuple[PackedRows, PackedRows, int]:
     first, second = packed_rows(gate, fmt, in_features, layout), packed_rows(up, fmt, in_features, layout)

@@ -4,15 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.configs import MatmulLaunch, choose_matmul
 from realizar_torch.triton_kernels.fragments import step_blocks
-from realizar_torch.triton_kernels.launch import on_device, packed_rows, same_device, vector
-from realizar_torch.triton_kernels.matvec import check_int8, output_tensor, residual_of
+from realizar_torch.triton_kernels.grouped import GROUP, check_grouped
+from realizar_torch.triton_kernels.launch import PackedRows, on_device, packed_rows, same_device, vector
+from realizar_torch.triton_kernels.matvec import output_tensor, residual_of
 from realizar_torch.triton_kernels.primitives import cast, release_successor
 from realizar_torch.triton_kernels.tile_sums import over_warps, tile_rows, tile_sums
-
-MATMUL_ROWS = 128
 
 
 @triton.jit
@@ -38,7 +36,7 @@ def store_tile(
 
 @triton.jit
 def rows_of_one(
-    weight, row_stride, first_row, n_rows, blocks, xq, xscale, xsums, first_column, columns, out, out_stride,
+    weight, row_stride, first_row, n_rows, blocks, xq, xscale, xsums, first_group, batch, out, out_stride,
     bias, residual,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr,
     WARPS: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -49,20 +47,20 @@ def rows_of_one(
     for tile in tl.static_range(TILES):
         rows = rows + tile_rows(weight, row_stride, first_row + 16 * tile, n_rows, ALIGN, WARPS)
     total = tile_sums(
-        rows, blocks, xq, xscale, xsums, first_column, columns,
+        rows, blocks, xq, xscale, xsums, first_group, tl.cdiv(batch, 8),
         FMT, PLANAR, ALIGN, N, WARPS, WHOLE, DEPENDENT,
     )  # fmt: skip
     release_successor(DEPENDENT)
     for n in tl.static_range(N):
         store_tile(
-            over_warps(total, n, TILES, WARPS), first_row, n_rows, first_column + 8 * n, columns,
+            over_warps(total, n, TILES, WARPS), first_row, n_rows, 8 * (first_group + n), batch,
             out, out_stride, bias, residual, TILES, HAS_BIAS, HAS_RESIDUAL,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _matmul_int8_kernel(
-    weight, row_stride, n_rows, blocks, xq, xscale, xsums, columns, out, out_stride, bias, residual,
+    weight, row_stride, n_rows, blocks, xq, xscale, xsums, batch, out, out_stride, bias, residual,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr,
     WARPS: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -70,7 +68,7 @@ def _matmul_int8_kernel(
     """One program: 16 TILES weight rows × 8 N int8 vectors (bytes: see fragments.py)."""
     rows_of_one(
         weight, row_stride, tl.program_id(0) * (16 * TILES), n_rows, blocks, xq, xscale, xsums,
-        tl.program_id(1) * (8 * N), columns, out, out_stride, bias, residual,
+        tl.program_id(1) * N, batch, out, out_stride, bias, residual,
         FMT, PLANAR, ALIGN, N, TILES, WARPS, WHOLE, HAS_BIAS, HAS_RESIDUAL, DEPENDENT,
     )  # fmt: skip
 
@@ -79,6 +77,7 @@ def matmul_int8(
     q: torch.Tensor,
     scale: torch.Tensor,
     sums: torch.Tensor,
+    batch: int,
     weight: torch.Tensor,
     fmt: str,
     in_features: int,
@@ -91,38 +90,30 @@ def matmul_int8(
     launch: MatmulLaunch | None = None,
     dependent: bool = False,
 ) -> torch.Tensor:
-    """``matvec.matvec_int8`` for up to MATMUL_ROWS activation vectors: the same numbers, summed in another
-    order.
-    """
+    """``matvec.matvec_int8`` for ``batch`` grouped activation vectors (grouped.py)."""
     packed = packed_rows(weight, fmt, in_features, layout)
-    check_many_int8(q, scale, sums, packed.blocks * packed.fmt.block_size)
+    check_grouped(q, scale, sums, batch, packed.blocks * packed.fmt.block_size)
     device = same_device(q, scale, sums, weight, bias, residual, out)
     dtype = residual.dtype if residual is not None else out_dtype
-    result = output_tensor(out, (q.shape[0], packed.rows), dtype, device)
+    result = output_tensor(out, (batch, packed.rows), dtype, device)
     if result.numel() == 0:
         return result
     bias = vector(bias, packed.rows, "bias")
     residual = residual_of(residual, result)
-    shape = launch or choose_matmul(fmt, packed.rows, in_features, q.shape[0])
-    grid = (triton.cdiv(packed.rows, 16 * shape.tiles), triton.cdiv(q.shape[0], 8 * shape.columns))
+    shape = launch or choose_matmul(fmt, packed.rows, in_features, batch)
+    grid = (triton.cdiv(packed.rows, 16 * shape.tiles), triton.cdiv(batch, GROUP * shape.columns))
     with on_device(device):
         _matmul_int8_kernel[grid](
-            packed.data, packed.stride, packed.rows, packed.blocks, q, scale, sums, q.shape[0],
-            result, packed.rows, bias, residual,
+            packed.data, packed.stride, packed.rows, packed.blocks, q, scale, sums, batch, result,
+            packed.rows, bias, residual,
             FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, N=shape.columns, TILES=shape.tiles,
-            WARPS=shape.warps, WHOLE=packed.blocks % (step_blocks(fmt) * shape.warps) == 0,
+            WARPS=shape.warps, WHOLE=whole_steps(packed, shape.warps),
             HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
             DEPENDENT=dependent, num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result
 
 
-def check_many_int8(q: torch.Tensor, scale: torch.Tensor, sums: torch.Tensor, width: int) -> None:
-    """FormatError unless they are int8 activations of up to MATMUL_ROWS vectors that wide loads can read."""
-    check_int8(q, scale, sums, width, MATMUL_ROWS)
-    # four scales and two sums at a time; vectors of odd numbers of blocks of 32 are read one by one
-    if (width % 256 == 0 and scale.data_ptr() % 16) or sums.data_ptr() % 8:
-        raise FormatError(
-            f"scales at {scale.data_ptr():#x}, sums at {sums.data_ptr():#x}; expected addresses that are a "
-            "multiple of 16 and 8: call .clone()"
-        )
+def whole_steps(packed: PackedRows, warps: int) -> bool:
+    """Whether a row gives every warp the same number of steps, none of them past its end."""
+    return packed.blocks % (step_blocks(packed.fmt.name) * warps) == 0

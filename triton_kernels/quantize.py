@@ -20,8 +20,9 @@ Int8Activations = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @triton.jit
-def store_int8(values, block, columns, row, width, q, scale, sums):
-    """Quantize ``values [B, 2, 16]`` fp32, B blocks of 32, and store q, scale and half-block sums of one row.
+def store_int8(values, block, columns, row, width, q, scale, sums, GROUPED: tl.constexpr = False):
+    """Quantize ``values [B, 2, 16]`` fp32, B blocks of 32, and store q, scale and half-block sums of one row,
+    row-major or (GROUPED) as grouped.py describes.
 
     scale = amax/127, q = round_half_even(x * (1/scale)), sums = scale * Σ16 q; a NaN or infinity makes scale
     NaN, and a block whose 1/scale overflows becomes zeros.
@@ -39,17 +40,23 @@ def store_int8(values, block, columns, row, width, q, scale, sums):
     quants = tl.minimum(tl.maximum(quants, -127), 127)
     halves = tl.sum(quants, 2).to(tl.float32) * tl.expand_dims(step, 1)
     inside = block * 32 < width
-    tl.store(q + row * width + columns, quants.to(tl.int8), mask=columns < width)
-    tl.store(scale + row * (width // 32) + block, step, mask=inside)
-    half = 2 * tl.expand_dims(block, 1) + tl.expand_dims(tl.arange(0, 2), 0)
-    tl.store(sums + row * (width // 16) + half, halves, mask=tl.expand_dims(inside, 1))
+    if GROUPED:
+        at = row // 8 * 8 * (width // 32) + row % 8 + block * 8
+    else:
+        at = row * (width // 32) + block
+    within = (16 * tl.arange(0, 2))[None, :, None] + tl.arange(0, 16)[None, None, :]
+    tl.store(q + (at * 32)[:, None, None] + within, quants.to(tl.int8), mask=columns < width)
+    tl.store(scale + at, step, mask=inside)
+    half = 2 * tl.expand_dims(at, 1) + tl.expand_dims(tl.arange(0, 2), 0)
+    tl.store(sums + half, halves, mask=tl.expand_dims(inside, 1))
 
 
 @triton.jit
 def _prepare_kernel(
     x, residual, total, factor, norm_weight, norm_bias, eps, in_features, width, normed, q, scale, sums,
     B: tl.constexpr, NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM_BIAS: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, INT8: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, INT8: tl.constexpr, GROUPED: tl.constexpr, ACTIVATION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Row program_id(0), blocks of 32 from program_id(1)*B: s = x (or factor*x + residual, or act(x)); y =
     norm(s); y or its int8 form.
@@ -88,7 +95,7 @@ def _prepare_kernel(
             values = values + tl.load(norm_bias + columns, mask=inside, other=0).to(tl.float32)
         values = tl.where(inside, values, 0.0)
     if INT8:
-        store_int8(values, block, columns, row, width, q, scale, sums)
+        store_int8(values, block, columns, row, width, q, scale, sums, GROUPED)
     else:
         tl.store(normed + at, cast(values, normed.dtype.element_ty), mask=inside)
 
@@ -114,7 +121,7 @@ def quantize_activations(
 ) -> Int8Activations:
     """x ``[..., K]`` floats → (q, scale, sums) of ``[M, width]``; columns past K are zeros.
 
-    ``width`` is K rounded up to whole blocks of the weight's format. The numbers equal
+    ``width`` is K in whole blocks of the weight's format; ``out`` may be grouped. The numbers equal
     ``reference.quantize_activations``; with an ``activation`` of gate_up.py, that of its values.
     """
     if activation is not None:
@@ -129,8 +136,8 @@ def quantize_activations(
         _prepare_kernel[(rows.shape[0], triton.cdiv(width, 1024))](
             rows, None, None, 1.0, None, None, 0.0, in_features, width, None, *result,
             B=32, NORM="none", HAS_RESIDUAL=False, HAS_NORM_BIAS=False, ZERO_CENTERED=False, INT8=True,
-            ACTIVATION=activation, DEPENDENT=dependent, num_warps=4, enable_fp_fusion=True,
-            launch_pdl=dependent,
+            GROUPED=result[0].dim() == 4, ACTIVATION=activation, DEPENDENT=dependent, num_warps=4,
+            enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result
 
@@ -150,7 +157,8 @@ def norm_quantize(
     out: Int8Activations | None = None,
     dependent: bool = False,
 ) -> Int8Activations:
-    """norm(factor * x + residual) quantized to int8, x ``[..., K]`` → (q, scale, sums) of ``[M, width]``.
+    """norm(factor * x + residual) quantized to int8, x ``[..., K]`` → (q, scale, sums) of ``[M, width]``;
+    ``out`` may be grouped.
 
     With a residual, the sum is stored to ``total`` (same shape; may be ``residual`` itself), rounded to its
     dtype. ``factor`` counts with a residual only.
@@ -260,7 +268,8 @@ def _norm(
             sums,
             B=blocks, NORM=normalization, HAS_RESIDUAL=residual is not None,
             HAS_NORM_BIAS=norm_bias is not None,
-            ZERO_CENTERED=zero_centered, INT8=int8 is not None, ACTIVATION=None,
+            ZERO_CENTERED=zero_centered, INT8=int8 is not None, GROUPED=q is not None and q.dim() == 4,
+            ACTIVATION=None,
             DEPENDENT=dependent, num_warps=choose_norm_warps(blocks), enable_fp_fusion=True,
             launch_pdl=dependent,
         )  # fmt: skip

@@ -54,50 +54,57 @@ def _words(pointer, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _activations(xq, column, first, blocks, part: tl.constexpr, t, FMT: tl.constexpr):
-    """Of half a step: a tuple with the right operand of each run, in column ``column [threads]``."""
-    row = xq + column * (blocks * block_size(FMT))
+def _block_of_step(first, i, blocks, FMT: tl.constexpr):
+    """Which 32 activations of a row are number i (0 to 7) of the step at block ``first``."""
+    if step_blocks(FMT) == 8:
+        return inner_block(first, i, blocks, FMT)
+    else:
+        return first * 8 + i
+
+
+@triton.jit
+def _activations(xq, first, blocks, part: tl.constexpr, FMT: tl.constexpr):
+    """Of half a step: a tuple with the right operand of each run, for column g of the group at ``xq``."""
+    lane = tl.arange(0, first.shape[0]) % 32
     RUN: tl.constexpr = run_size(FMT)
     operands = ()
-    for i in tl.static_range(128 // RUN):
-        if step_blocks(FMT) == 8:
-            at = inner_block(first, 4 * part + i, blocks, FMT) * 32
+    for i in tl.static_range(4):
+        block = xq + _block_of_step(first, 4 * part + i, blocks, FMT) * 256
+        if paired(FMT):
+            operands = operands + (load_vector(block + lane * 8, 2, 8),)  # noqa: RUF005
         else:
-            at = first * 256 + (128 * part + RUN * i)
-        if RUN == 16:
-            operand = load_vector(row + (at + 4 * t), 1, 4)
-        elif paired(FMT):
-            operand = load_vector(row + (at + 8 * t), 2, 8)
-        else:
-            operand = load_vector(row + (at + 4 * t), 1, 4) + load_vector(row + (at + 16 + 4 * t), 1, 4)
-        operands = operands + (operand,)  # noqa: RUF005
+            at = block + (lane // 4 * 32 + lane % 4 * 4)
+            words = load_vector(at, 1, 4) + load_vector(at + 16, 1, 4)
+            if RUN == 16:
+                operands = operands + ((words[0],), (words[1],))  # noqa: RUF005
+            else:
+                operands = operands + (words,)  # noqa: RUF005
     return operands
 
 
 @triton.jit
-def _scales_of_columns(xscale, column, first, blocks, part: tl.constexpr, FMT: tl.constexpr):
-    """The four activation scales of half a step, in a column of every thread."""
-    row = xscale + column * (blocks * (block_size(FMT) // 32))
-    if step_blocks(FMT) == 1:
-        return _words(row + (first * 8 + 4 * part), 4)
-    else:
-        scales = ()
-        for i in tl.static_range(4):
-            scales = scales + _words(row + inner_block(first, 4 * part + i, blocks, FMT), 1)
-        return scales
+def _scales_of_columns(xscale, first, blocks, part: tl.constexpr, FMT: tl.constexpr):
+    """The activation scales of half a step, of columns 2 t and 2 t + 1: four pairs."""
+    t = tl.arange(0, first.shape[0]) % 4
+    pairs = ()
+    for i in tl.static_range(4):
+        block = _block_of_step(first, 4 * part + i, blocks, FMT)
+        pairs = pairs + (_words(xscale + (block * 8 + 2 * t), 2),)  # noqa: RUF005
+    return pairs
 
 
 @triton.jit
-def _sums_of_column(xsums, column, first, blocks, part: tl.constexpr, t, FMT: tl.constexpr):
-    """Activation sums t and t + 4 of the eight that the minimums number ``part`` belong to, each in two words
-    of tf32 precision: (upper t, upper t + 4), (the rest of both).
+def _sums_of_column(xsums, first, blocks, part: tl.constexpr, FMT: tl.constexpr):
+    """Activation sums t and t + 4 of the eight that the minimums number ``part`` belong to, of column g, each
+    in two words of tf32 precision: (upper t, upper t + 4), (the rest of both).
     """
-    row = xsums + column * (blocks * (block_size(FMT) // 16))
+    lane = tl.arange(0, first.shape[0]) % 32
+    g, t = lane // 4, lane % 4
     if minimums(FMT) == 16:
-        low = _words(row + (first * 16 + 8 * part + t), 1)[0]
-        high = _words(row + (first * 16 + 8 * part + t + 4), 1)[0]
+        at = xsums + ((first * 8 + 4 * part + t // 2) * 16 + 2 * g + t % 2)
+        low, high = _words(at, 1)[0], _words(at + 32, 1)[0]
     else:
-        low, high = _pair_sum(row, first, t, blocks, FMT), _pair_sum(row, first, t + 4, blocks, FMT)
+        low, high = _pair_sum(xsums, first, t, g, blocks, FMT), _pair_sum(xsums, first, t + 4, g, blocks, FMT)
     upper = low.to(tl.int32, bitcast=True) & -0x2000, high.to(tl.int32, bitcast=True) & -0x2000
     rest_low = low - upper[0].to(tl.float32, bitcast=True)
     rest_high = high - upper[1].to(tl.float32, bitcast=True)
@@ -105,11 +112,18 @@ def _sums_of_column(xsums, column, first, blocks, part: tl.constexpr, t, FMT: tl
 
 
 @triton.jit
-def _pair_sum(row, first, i, blocks, FMT: tl.constexpr):
-    """The sum of 32 activations: block i of the step's eight."""
-    at = first * 8 + i if step_blocks(FMT) == 1 else inner_block(first, i, blocks, FMT)
-    halves = _words(row + 2 * at, 2)
+def _pair_sum(xsums, first, i, g, blocks, FMT: tl.constexpr):
+    """The sum of 32 activations of column g: block i of the step's eight."""
+    halves = _words(xsums + (_block_of_step(first, i, blocks, FMT) * 16 + 2 * g), 2)
     return halves[0] + halves[1]
+
+
+@triton.jit
+def _group(xq, xscale, xsums, n, groups, blocks, FMT: tl.constexpr):
+    """Where the activations of a group of eight columns begin (grouped.py), or those of the last group."""
+    STEP: tl.constexpr = block_size(FMT) // 32 * 8
+    first = tl.minimum(n, groups - 1) * blocks
+    return xq + first * (32 * STEP), xscale + first * STEP, xsums + first * (2 * STEP)
 
 
 @triton.jit
@@ -119,11 +133,12 @@ def _bits(low, high):
 
 @triton.jit
 def _add_products(
-    total, start: tl.constexpr, upper, lower, upper_scales, lower_scales, operands, even, odd,
-    part: tl.constexpr, t, FMT: tl.constexpr,
+    total, start: tl.constexpr, upper, lower, upper_scales, lower_scales, operands, xscales,
+    part: tl.constexpr, FMT: tl.constexpr,
 ):  # fmt: skip
     """Four registers of ``total`` plus the products of half a step of a tile (upper: row g, lower: g + 8)."""
     RUN: tl.constexpr = run_size(FMT)
+    t = tl.arange(0, total[0].shape[0]) % 4
     c0, c1, c2, c3 = total[start], total[start + 1], total[start + 2], total[start + 3]
     for i in tl.static_range(128 // RUN):
         first = words_of(upper, part * (128 // RUN) + i, t, FMT)
@@ -134,7 +149,7 @@ def _add_products(
             left = (first[0], second[0])
         product = multiply_int8(left, operands[i], signed(FMT))
         s0, s1 = upper_scales[part * (128 // RUN) + i], lower_scales[part * (128 // RUN) + i]
-        xe, xo = even[i * RUN // 32], odd[i * RUN // 32]
+        xe, xo = xscales[i * RUN // 32]
         c0 = tl.fma(scaled(product[0], s0, s0 * -MAGIC), xe, c0)
         c1 = tl.fma(scaled(product[1], s0, s0 * -MAGIC), xo, c1)
         c2 = tl.fma(scaled(product[2], s1, s1 * -MAGIC), xe, c2)
@@ -144,12 +159,10 @@ def _add_products(
 
 @triton.jit
 def add_step(
-    total, raw, first, blocks, xq, xscale, xsums, first_column, columns,
+    total, raw, first, blocks, xq, xscale, xsums, first_group, groups,
     FMT: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """``total`` (N x TILES x 4 registers) plus the step of ``raw`` (2 TILES rows)."""
-    lane = tl.arange(0, total[0].shape[0]) % 32
-    g, t = lane // 4, lane % 4
     scales = ()
     for r in tl.static_range(2 * TILES):
         scales = scales + (scales_of(raw[r], first, blocks, WHOLE, FMT),)  # noqa: RUF005
@@ -157,54 +170,48 @@ def add_step(
     for part in tl.static_range(2):
         updated = ()
         for n in tl.static_range(N):
-            operands = _activations(
-                xq, tl.minimum(first_column + 8 * n + g, columns - 1), last, blocks, part, t, FMT
-            )
-            even = _scales_of_columns(
-                xscale, tl.minimum(first_column + 8 * n + 2 * t, columns - 1), last, blocks, part, FMT
-            )
-            odd = _scales_of_columns(
-                xscale, tl.minimum(first_column + 8 * n + 2 * t + 1, columns - 1), last, blocks, part, FMT
-            )
+            group = _group(xq, xscale, xsums, first_group + n, groups, blocks, FMT)
+            operands = _activations(group[0], last, blocks, part, FMT)
+            xscales = _scales_of_columns(group[1], last, blocks, part, FMT)
             for tile in tl.static_range(TILES):
                 updated = updated + _add_products(
                     total, 4 * (n * TILES + tile), raw[2 * tile], raw[2 * tile + 1], scales[2 * tile],
-                    scales[2 * tile + 1], operands, even, odd, part, t, FMT,
+                    scales[2 * tile + 1], operands, xscales, part, FMT,
                 )  # fmt: skip
         total = updated
     if minimums(FMT) > 0:
-        total = _subtract_minimums(
-            total, raw, first, last, blocks, xsums, first_column, columns, FMT, TILES, N, WHOLE
-        )
+        updated = ()
+        for n in tl.static_range(N):
+            group = _group(xq, xscale, xsums, first_group + n, groups, blocks, FMT)
+            sums = ()
+            for part in tl.static_range(minimums(FMT) // 8):
+                sums = sums + (_sums_of_column(group[2], last, blocks, part, FMT),)  # noqa: RUF005
+            for tile in tl.static_range(TILES):
+                updated = updated + _subtract_minimums(
+                    total, 4 * (n * TILES + tile), raw[2 * tile], raw[2 * tile + 1], sums, first, blocks,
+                    FMT, WHOLE,
+                )  # fmt: skip
+        total = updated
     return total
 
 
 @triton.jit
 def _subtract_minimums(
-    total, raw, first, last, blocks, xsums, first_column, columns,
-    FMT: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr,
+    total, start: tl.constexpr, upper, lower, sums, first, blocks, FMT: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """``total`` minus factor * (minimums x sums of activations), a product in tf32 of exact minimums and of
-    sums in two parts.
+    """Four registers of ``total`` minus factor * (minimums x sums of activations), a product in tf32 of exact
+    minimums and of sums in two parts.
     """
-    lane = tl.arange(0, total[0].shape[0]) % 32
-    g, t = lane // 4, lane % 4
+    t = tl.arange(0, total[0].shape[0]) % 4
     zero = tl.zeros(total[0].shape, tl.float32)
-    updated = ()
-    for n in tl.static_range(N):
-        column = tl.minimum(first_column + 8 * n + g, columns - 1)
-        for tile in tl.static_range(TILES):
-            product = (zero, zero, zero, zero)
-            for part in tl.static_range(minimums(FMT) // 8):
-                sums = _sums_of_column(xsums, column, last, blocks, part, t, FMT)
-                upper = minimums_of(raw[2 * tile], first, blocks, part, t, WHOLE, FMT)
-                lower = minimums_of(raw[2 * tile + 1], first, blocks, part, t, WHOLE, FMT)
-                left = _bits(upper[0], lower[0]) + _bits(upper[1], lower[1])
-                product = multiply_tf32(left, sums[0], multiply_tf32(left, sums[1], product))
-            f0 = -factor_of(raw[2 * tile], first, blocks, WHOLE, FMT)
-            f1 = -factor_of(raw[2 * tile + 1], first, blocks, WHOLE, FMT)
-            updated = updated + _scale_and_add(total, 4 * (n * TILES + tile), product, f0, f1)
-    return updated
+    product = (zero, zero, zero, zero)
+    for part in tl.static_range(minimums(FMT) // 8):
+        above = minimums_of(upper, first, blocks, part, t, WHOLE, FMT)
+        below = minimums_of(lower, first, blocks, part, t, WHOLE, FMT)
+        left = _bits(above[0], below[0]) + _bits(above[1], below[1])
+        product = multiply_tf32(left, sums[part][0], multiply_tf32(left, sums[part][1], product))
+    f0, f1 = -factor_of(upper, first, blocks, WHOLE, FMT), -factor_of(lower, first, blocks, WHOLE, FMT)
+    return _scale_and_add(total, start, product, f0, f1)
 
 
 @triton.jit
@@ -228,14 +235,15 @@ def _load_step(
 
 @triton.jit
 def tile_sums(
-    rows, blocks, xq, xscale, xsums, first_column, columns,
+    rows, blocks, xq, xscale, xsums, first_group, groups,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr,
     WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """rows · dequantized int8 activations: N x tiles x 4 tensors ``[threads]``, not summed over warps.
+    """rows · dequantized int8 activations of N groups: N x tiles x 4 tensors ``[threads]``, not summed over
+    warps.
 
-    rows: two pointers per tile. The next step's bytes are on their way while one is computed, and the first
-    before the activations' producer has finished (DEPENDENT).
+    rows: two pointers per tile; activations as in grouped.py. The next step's bytes are on their way while
+    one is computed, and the first before the activations' producer has finished (DEPENDENT).
     """
     TILES: tl.constexpr = len(rows) // 2
     BLOCKS: tl.constexpr = step_blocks(FMT)
@@ -250,7 +258,7 @@ def tile_sums(
         ahead = _load_step(rows, following, blocks, FMT, PLANAR, ALIGN)
         hold_loads(first)
         total = add_step(
-            total, raw, first + start, blocks, xq, xscale, xsums, first_column, columns, FMT, TILES, N, WHOLE
+            total, raw, first + start, blocks, xq, xscale, xsums, first_group, groups, FMT, TILES, N, WHOLE
         )
         raw = ahead
     return total
