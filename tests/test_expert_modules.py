@@ -195,7 +195,7 @@ def test_generation_with_int8_activations(packed_file):
             assert new[row, step] == alone[0, step] == logits.argmax()
 
 
-@pytest.mark.parametrize("activations", ["float", "int8"])
+@pytest.mark.parametrize("activations", [pytest.param("float", marks=pytest.mark.gpu), "int8"])
 def test_the_gpu_step_runs_mixtures(packed_file, activations):
     """Interpreted where there is no GPU: the kernels around them, the mixtures by their modules."""
     pytest.importorskip("triton")

@@ -16,7 +16,7 @@ from realizar_torch import ops, packing, reference
 from realizar_torch.errors import FormatError
 from realizar_torch.ops import experts as expert_ops
 from realizar_torch.ops import torch_kernels
-from realizar_torch.ops.grouping import groups
+from realizar_torch.ops.grouping import by_expert
 
 EXPERTS, ROWS, COLUMNS, USED = 5, 7, 300, 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,10 +84,10 @@ def test_dtypes(dtype: torch.dtype, rows: int) -> None:
     check(y, x, ids, weight, "Q5_0", float_tolerance)
 
 
-def test_groups_hold_every_place_once_in_order() -> None:
-    ids = torch.tensor([3, 0, 3, 1, 0, 3])
-    found = {expert: places.tolist() for expert, places in groups(ids, EXPERTS)}
-    assert found == {0: [1, 4], 1: [3], 3: [0, 2, 5]}
+def test_places_are_sorted_by_expert() -> None:
+    """Numbers that no expert has are left out."""
+    order, spans = by_expert(torch.tensor([3, 0, 3, -1, 1, 0, EXPERTS, 3]), EXPERTS)
+    assert {expert: order[span].tolist() for expert, span in spans} == {0: [1, 5], 1: [4], 3: [0, 2, 7]}
 
 
 @pytest.mark.parametrize("activations", ["float", "int8"])

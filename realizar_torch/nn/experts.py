@@ -11,7 +11,7 @@ from realizar_torch.errors import FormatError
 from realizar_torch.nn import packed
 from realizar_torch.nn.layout import PackedModule
 from realizar_torch.nn.mlp import GatedMLP, activation_of
-from realizar_torch.ops.grouping import groups
+from realizar_torch.ops.grouping import by_expert
 from realizar_torch.ops.normalization import compute_dtype
 
 
@@ -74,9 +74,10 @@ class DenseExperts(nn.Module):
             parts = zip(ids.split(used), rows.split(used), strict=True)
             y = torch.cat([(weight[chosen] @ row[..., None])[..., 0] for chosen, row in parts])
         else:
-            y = rows.new_zeros(len(ids), weight.shape[1])
-            for expert, places in groups(ids, len(weight)):
-                y[places] = functional.linear(rows[places], weight[expert]).to(y.dtype)
+            order, spans = by_expert(ids, len(weight))
+            rows = rows[order]
+            products = [functional.linear(rows[span], weight[expert]) for expert, span in spans]
+            y = torch.cat(products)[order.argsort()]
         # autocast computes in its own dtype
         return y.to(x.dtype).view(*experts.shape, -1)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from realizar_torch.errors import FormatError
 from realizar_torch.ops import bodies, checks, cpu, cuda, derivatives, torch_kernels
 from realizar_torch.ops.autograd import times_weight
-from realizar_torch.ops.grouping import groups
+from realizar_torch.ops.grouping import by_expert
 from realizar_torch.ops.library import LIBRARY
 from realizar_torch.ops.recording import recorded
 
@@ -42,10 +42,11 @@ def expert_linear(
             xs = kernels.quantize_activations(xs, fmt)
         y.copy_(kernels.expert_matvec(xs, ids, weight.contiguous(), fmt, in_features, share))
     else:
-        for expert, pairs in groups(ids, weight.shape[0]):
-            y[pairs] = bodies.product(
-                kernels, rows[pairs // share], weight[expert], fmt, None, activations
-            ).to(y.dtype)
+        order, spans = by_expert(ids, weight.shape[0])
+        xs, ys = rows[order // share], torch.empty_like(y)
+        for expert, span in spans:
+            ys[span] = bodies.product(kernels, xs[span], weight[expert], fmt, None, activations)
+        y[order] = ys
     return y.view(*experts.shape, weight.shape[1])
 
 
@@ -77,18 +78,21 @@ def on_cuda(
     if kernels_take and len(ids) <= STEP_ROWS * experts.shape[-1]:
         y = _matvec(rows, ids, weight, fmt, share, activations, layout)
         return y.view(*experts.shape, weight.shape[1])
-    y = rows.new_full((len(ids), weight.shape[1]), torch.nan)
-    alone = []
-    for expert, pairs in groups(ids, weight.shape[0]):
-        if kernels_take and len(pairs) <= cuda.MATVEC_ROWS:
-            alone.append(pairs)
+    order, spans = by_expert(ids, weight.shape[0])
+    xs, ys = rows[order // share], rows.new_full((len(ids), weight.shape[1]), torch.nan)
+    alone: list[int] = []
+    for expert, span in spans:
+        if kernels_take and span.stop - span.start <= cuda.MATVEC_ROWS:
+            alone += range(span.start, span.stop)
             continue
-        y[pairs] = cuda.linear(
-            rows[pairs // share], weight[expert], fmt, in_features, activations=activations, layout=layout
+        ys[span] = cuda.linear(
+            xs[span], weight[expert], fmt, in_features, activations=activations, layout=layout
         )
     if alone:
-        pairs = torch.cat(alone)
-        y[pairs] = _matvec(rows[pairs // share], ids[pairs], weight, fmt, 1, activations, layout)
+        few = torch.tensor(alone, device=ids.device)
+        ys[few] = _matvec(xs[few], ids[order[few]], weight, fmt, 1, activations, layout)
+    y = torch.empty_like(ys)
+    y[order] = ys
     return y.view(*experts.shape, weight.shape[1])
 
 
@@ -114,9 +118,10 @@ def expert_linear_transposed(
     if not grad.is_cuda:
         bodies.require_canonical(layout, grad.device)
     ids, rows = experts.reshape(-1), grad.reshape(-1, grad.shape[-1])
-    product = rows.new_zeros(len(rows), in_features)
-    for expert, chosen in groups(ids, weight.shape[0]):
-        product[chosen] = times_weight(rows[chosen], weight[expert], fmt, in_features, layout)
+    order, spans = by_expert(ids, weight.shape[0])
+    sorted_rows, product = rows[order], rows.new_zeros(len(rows), in_features)
+    for expert, span in spans:
+        product[order[span]] = times_weight(sorted_rows[span], weight[expert], fmt, in_features, layout)
     return product.view(*experts.shape, in_features)
 
 
