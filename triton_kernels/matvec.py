@@ -17,19 +17,32 @@ from realizar_torch.triton_kernels.launch import (
     same_device,
     vector,
 )
-from realizar_torch.triton_kernels.primitives import cast, release_successor
-from realizar_torch.triton_kernels.row_sums import float_sums, int8_sums, reduce_rows, row_pointers
+from realizar_torch.triton_kernels.primitives import cast, release_successor, wait_for_predecessor
+from realizar_torch.triton_kernels.row_sums import (
+    float_sums,
+    int8_sums,
+    load_tile,
+    load_vector,
+    reduce_rows,
+    row_pointers,
+    whole_row_sums,
+)
+
+# Float vectors of one program. More take as many instructions each, and compile for up to a minute.
+FLOAT_VECTORS = 2
 
 
 @triton.jit
 def store_rows(
     sums, first_row, BN: tl.constexpr, n_rows, out, out_stride, bias, residual,
-    M: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    M: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, first_vector=0,
 ):  # fmt: skip
-    """out[m, rows] = sums[m] + bias[rows] + residual[m, rows]; out and residual share their row stride."""
+    """out[m, rows] = sums[m] + bias[rows] + residual[m, rows] for m from ``first_vector``; out and residual
+    share their row stride.
+    """
     rows = first_row + tl.arange(0, BN)
-    inside = rows < n_rows
     for m in tl.static_range(M):
+        inside = rows < tl.where(m >= first_vector, n_rows, 0)
         value = sums[m]
         if HAS_BIAS:
             value = value + tl.load(bias + rows, mask=inside).to(tl.float32)
@@ -43,33 +56,65 @@ def store_rows(
 def _matvec_int8_kernel(
     weight, row_stride, n_rows, blocks, xq, xscale, xsums, out, out_stride, bias, residual,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
-    CB: tl.constexpr,
+    CB: tl.constexpr, RUNS: tl.constexpr,
     WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: BN weight rows × M int8 vectors (bytes: see decode.py and row_sums.add_int8)."""
-    first_row = tl.program_id(0) * BN
+    """One program: BN weight rows × M int8 vectors (bytes: see decode.py and row_sums.add_int8).
+
+    With RUNS > 1 it does so many times BN rows, one after the other, and keeps the one vector in registers.
+    """
+    first_row = tl.program_id(0) * (BN * RUNS)
     rows = row_pointers(weight, row_stride, first_row, n_rows, ALIGN, BN)
-    total = int8_sums((rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, WHOLE, DEPENDENT)
-    sums = reduce_rows(total, 0, M)
-    release_successor(DEPENDENT)
-    store_rows(sums, first_row, BN, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)
+    if RUNS == 1:
+        total = int8_sums((rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, WHOLE, DEPENDENT)
+        sums = reduce_rows(total, 0, M)
+        release_successor(DEPENDENT)
+        store_rows(sums, first_row, BN, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)
+    else:
+        raw = load_tile((rows,), 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
+        wait_for_predecessor(DEPENDENT)
+        x = load_vector(0, 0, blocks, xq, xscale, xsums, FMT, CB, WHOLE)
+        sums = reduce_rows(whole_row_sums(raw, x, FMT, CB), 0, 1)
+        store_rows(sums, first_row, BN, n_rows, out, out_stride, bias, residual, 1, HAS_BIAS, HAS_RESIDUAL)
+        for row in range(first_row + BN, first_row + BN * RUNS, BN):
+            rows = row_pointers(weight, row_stride, row, n_rows, ALIGN, BN)
+            raw = load_tile((rows,), 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
+            sums = reduce_rows(whole_row_sums(raw, x, FMT, CB), 0, 1)
+            store_rows(sums, row, BN, n_rows, out, out_stride, bias, residual, 1, HAS_BIAS, HAS_RESIDUAL)
+        release_successor(DEPENDENT)
 
 
 @triton.jit
 def _matvec_float_kernel(
-    weight, row_stride, n_rows, blocks, x, in_features, out, out_stride, bias, residual,
+    weight, row_stride, n_rows, blocks, x, in_features, out, out_stride, bias, residual, vectors,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     CB: tl.constexpr,
     WHOLE: tl.constexpr, RAGGED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    GROUPED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BN weight rows × M float vectors ``x [M, in_features]``: exact weights, fp32 accumulation."""
-    first_row = tl.program_id(0) * BN
+    """BN weight rows × M float vectors ``x [M, in_features]``: exact weights, fp32 accumulation.
+
+    GROUPED: a program for every M of ``vectors``; the last one may compute a vector again, but stores it not.
+    """
+    program, first_vector = tl.program_id(0), 0
+    if GROUPED:
+        # programs of the same rows are neighbours: all but one find the weights in the cache
+        groups = tl.cdiv(vectors, M)
+        group = program % groups
+        program = program // groups
+        start = tl.minimum(group * M, vectors - M)
+        first_vector = group * M - start
+        x, out = x + start * in_features, out + start * out_stride
+        if HAS_RESIDUAL:
+            residual = residual + start * out_stride
+    first_row = program * BN
     rows = row_pointers(weight, row_stride, first_row, n_rows, ALIGN, BN)
     total = float_sums((rows,), blocks, x, in_features, FMT, PLANAR, ALIGN, M, CB, WHOLE, RAGGED, DEPENDENT)
     sums = reduce_rows(total, 0, M)
     release_successor(DEPENDENT)
-    store_rows(sums, first_row, BN, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)
+    store_rows(
+        sums, first_row, BN, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL, first_vector
+    )  # fmt: skip
 
 
 def matvec(
@@ -98,15 +143,17 @@ def matvec(
         return result
     bias = vector(bias, packed.rows, "bias")
     residual = residual_of(residual, result)
-    shape = launch or choose(fmt, packed.rows, in_features, flat.shape[0], "float")
+    vectors, together = flat.shape[0], min(flat.shape[0], FLOAT_VECTORS)
+    shape = launch or choose(fmt, packed.rows, in_features, together, "float")
+    grid = (triton.cdiv(packed.rows, shape.rows) * triton.cdiv(vectors, together),)
     with on_device(device):
-        _matvec_float_kernel[(triton.cdiv(packed.rows, shape.rows),)](
+        _matvec_float_kernel[grid](
             packed.data, packed.stride, packed.rows, packed.blocks, flat, in_features, result, packed.rows,
-            bias, residual,
-            FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, M=flat.shape[0], BN=shape.rows,
+            bias, residual, vectors,
+            FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, M=together, BN=shape.rows,
             CB=shape.blocks,
             WHOLE=packed.blocks % shape.blocks == 0, RAGGED=in_features % packed.fmt.block_size != 0,
-            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, GROUPED=vectors > together,
             DEPENDENT=dependent, num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result
@@ -145,13 +192,14 @@ def matvec_int8(
     bias = vector(bias, packed.rows, "bias")
     residual = residual_of(residual, result)
     shape = launch or choose(fmt, packed.rows, in_features, q.shape[0], "int8")
+    shape.check(q.shape[0], packed.blocks)
     with on_device(device):
-        _matvec_int8_kernel[(triton.cdiv(packed.rows, shape.rows),)](
+        _matvec_int8_kernel[(triton.cdiv(packed.rows, shape.rows * shape.runs),)](
             packed.data, packed.stride, packed.rows, packed.blocks, q.view(torch.int32), scale, sums,
             result, packed.rows,
             bias, residual,
             FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, M=q.shape[0], BN=shape.rows, CB=shape.blocks,
-            WHOLE=packed.blocks % shape.blocks == 0, HAS_BIAS=bias is not None,
+            RUNS=shape.runs, WHOLE=packed.blocks % shape.blocks == 0, HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
             DEPENDENT=dependent, num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip

@@ -96,14 +96,25 @@ def replace(items, index: tl.constexpr, value):
 
 
 @triton.jit
-def add_int8(
-    total, raw, first, blocks, xq, xscale, xsums,
-    FMT: tl.constexpr, M: tl.constexpr, CB: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """``total`` (groups × M) plus a tile times the int8 activations.
+def decode_tile(raw, first, FMT: tl.constexpr, CB: tl.constexpr):
+    """What ``decode_unit`` makes of a tile, per group."""
+    _, unit = lane_position(first, FMT, CB)
+    decoded = ()
+    for g in tl.static_range(len(raw)):
+        decoded = decoded + (decode_unit(raw[g], unit, FMT),)  # noqa: RUF005
+    return decoded
 
-    The weights of one scale add  d * s * (xscale / lift * Σ q·xq - zero * xsums) - dmin * m * xsums. xq ``[M,
-    blocks * block_size / 4]`` int32 words, xscale one per 32, xsums one per 16.
+
+@triton.jit
+def load_vector(
+    first, m: tl.constexpr, blocks, xq, xscale, xsums,
+    FMT: tl.constexpr, CB: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """What a tile at block ``first`` is multiplied with: (words, scales, sums), ``[1, lanes]`` each.
+
+    Four words a plane; per scale of the weights a scale (over the plane's lift) and the sum of its
+    activations (none where no format fact needs it). xq ``[M, blocks * block_size / 4]`` int32 words, xscale
+    one per 32, xsums one per 16.
     """
     GROUPS: tl.constexpr = block_size(FMT) // 16
     SHARED: tl.constexpr = planes_per_scale(FMT)
@@ -112,53 +123,60 @@ def add_int8(
         mask = None
     else:
         mask = block < blocks
-    decoded = ()
-    for g in tl.static_range(len(raw)):
-        decoded = decoded + (decode_unit(raw[g], unit, FMT),)  # noqa: RUF005
-    first_group = block * GROUPS + group_of(unit, 0, FMT)
-    for m in tl.static_range(M):
-        scaled = zeros(len(raw), total[0].shape[0], total[0].shape[1])
+    at = block * GROUPS + group_of(unit, 0, FMT) + m * (blocks * GROUPS)
+    words, scales, sums = (), (), ()
+    for i in tl.static_range(planes(FMT) // SHARED):
+        for p in tl.static_range(SHARED):
+            plane = load_activations(xq + at * 4, mask, 4 * groups_ahead(FMT, i * SHARED + p))
+            words = words + split_words(plane)
+        ahead = groups_ahead(FMT, i * SHARED)
+        scale = load_scalar(xscale, at // 2 + ahead // 2, mask) * (1.0 / lift(FMT, i * SHARED))
+        scales = scales + (scale,)  # noqa: RUF005
+        if zero_point(FMT) != 0 or has_minimum(FMT):
+            total = load_scalar(xsums, at + ahead, mask)
+            if SHARED == 2:
+                total += load_scalar(xsums, at + ahead + 1, mask)
+            sums = sums + (total,)  # noqa: RUF005
+    return words, scales, sums
+
+
+@triton.jit
+def add_int8(total, decoded, x, m: tl.constexpr, M: tl.constexpr, FMT: tl.constexpr):
+    """``total`` (groups × M) plus a decoded tile times vector m of the int8 activations.
+
+    The weights of one scale add  d * s * (xscale / lift * Σ q·xq - zero * xsums) - dmin * m * xsums.
+    """
+    SHARED: tl.constexpr = planes_per_scale(FMT)
+    vector, scales, sums = x
+    for g in tl.static_range(len(decoded)):
+        words, s, minimum, d, dmin = decoded[g]
+        scaled = tl.zeros_like(d)
         shifted = scaled
-        at = first_group + m * (blocks * GROUPS)
         for i in tl.static_range(planes(FMT) // SHARED):
-            x = ()
+            dot = tl.zeros_like(d).to(tl.int32)
             for p in tl.static_range(SHARED):
-                words = load_activations(xq + at * 4, mask, 4 * groups_ahead(FMT, i * SHARED + p))
-                x = x + split_words(words)
-            ahead = groups_ahead(FMT, i * SHARED)
-            xs = load_scalar(xscale, at // 2 + ahead // 2, mask) * (1.0 / lift(FMT, i * SHARED))
-            if zero_point(FMT) != 0 or has_minimum(FMT):
-                sums = load_scalar(xsums, at + ahead, mask)
-                if SHARED == 2:
-                    sums += load_scalar(xsums, at + ahead + 1, mask)
-            for g in tl.static_range(len(raw)):
-                words, s, minimum, d, dmin = decoded[g]
-                dot = tl.zeros_like(d).to(tl.int32)
-                for p in tl.static_range(SHARED):
-                    w = split_words(words[i * SHARED + p])
-                    for j in tl.static_range(4):
-                        dot = dp4a(w[j], x[4 * p + j], dot, signed_quants(FMT))
-                if zero_point(FMT) != 0:
-                    term = dot.to(tl.float32) * xs - sums * zero_point(FMT)
-                    if has_sub_scales(FMT):
-                        term = s[i].to(tl.float32) * term
-                elif has_sub_scales(FMT):
-                    # below 2^24 times the lift, and a multiple of it: exact in fp32
-                    term = (dot * s[i]).to(tl.float32) * xs
-                else:
-                    term = dot.to(tl.float32) * xs
-                scaled = replace(scaled, g, scaled[g] + term)
-                if has_minimum(FMT):
-                    if has_sub_scales(FMT):
-                        shifted = replace(shifted, g, shifted[g] + minimum[i].to(tl.float32) * sums)
-                    else:
-                        shifted = replace(shifted, g, shifted[g] + sums)
-        for g in tl.static_range(len(raw)):
-            words, s, minimum, d, dmin = decoded[g]
-            updated = total[g * M + m] + d * scaled[g]
+                w = split_words(words[i * SHARED + p])
+                for j in tl.static_range(4):
+                    dot = dp4a(w[j], vector[4 * (i * SHARED + p) + j], dot, signed_quants(FMT))
+            if zero_point(FMT) != 0:
+                term = dot.to(tl.float32) * scales[i] - sums[i] * zero_point(FMT)
+                if has_sub_scales(FMT):
+                    term = s[i].to(tl.float32) * term
+            elif has_sub_scales(FMT):
+                # below 2^24 times the lift, and a multiple of it: exact in fp32
+                term = (dot * s[i]).to(tl.float32) * scales[i]
+            else:
+                term = dot.to(tl.float32) * scales[i]
+            scaled += term
             if has_minimum(FMT):
-                updated -= dmin * shifted[g]
-            total = replace(total, g * M + m, updated)
+                if has_sub_scales(FMT):
+                    shifted += minimum[i].to(tl.float32) * sums[i]
+                else:
+                    shifted += sums[i]
+        updated = total[g * M + m] + d * scaled
+        if has_minimum(FMT):
+            updated -= dmin * shifted
+        total = replace(total, g * M + m, updated)
     return total
 
 
@@ -175,11 +193,25 @@ def int8_sums(
     raw = load_tile(groups, 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
     wait_for_predecessor(DEPENDENT)
     total = zeros(len(groups) * M, groups[0].shape[0], CB * units(FMT))
-    total = add_int8(total, raw, 0, blocks, xq, xscale, xsums, FMT, M, CB, WHOLE)
+    decoded = decode_tile(raw, 0, FMT, CB)
+    for m in tl.static_range(M):
+        x = load_vector(0, m, blocks, xq, xscale, xsums, FMT, CB, WHOLE)
+        total = add_int8(total, decoded, x, m, M, FMT)
     for first in range(CB, blocks, CB):
         raw = load_tile(groups, first, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
-        total = add_int8(total, raw, first, blocks, xq, xscale, xsums, FMT, M, CB, WHOLE)
+        decoded = decode_tile(raw, first, FMT, CB)
+        for m in tl.static_range(M):
+            x = load_vector(first, m, blocks, xq, xscale, xsums, FMT, CB, WHOLE)
+            total = add_int8(total, decoded, x, m, M, FMT)
     return total
+
+
+@triton.jit
+def whole_row_sums(raw, x, FMT: tl.constexpr, CB: tl.constexpr):
+    """As ``int8_sums`` where one tile holds the rows and ``x``, the one vector, is in registers already."""
+    decoded = decode_tile(raw, 0, FMT, CB)
+    total = zeros(len(raw), raw[0][0].shape[0], CB * units(FMT))
+    return add_int8(total, decoded, x, 0, 1, FMT)
 
 
 @triton.jit
