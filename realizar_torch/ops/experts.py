@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from realizar_torch.errors import FormatError
+from realizar_torch.formats import get_packed_format
 from realizar_torch.ops import bodies, checks, cpu, cuda, derivatives, torch_kernels
 from realizar_torch.ops.autograd import times_weight
 from realizar_torch.ops.grouping import by_expert
@@ -103,7 +104,7 @@ def _matvec(
 
     if activations == "float":
         return experts.expert_matvec(rows, ids, weight, fmt, share, layout=layout)
-    spec = checks.get_packed_format(fmt)
+    spec = get_packed_format(fmt)
     q = quantize.quantize_activations(rows, spec.blocks(rows.shape[1]) * spec.block_size)
     return experts.expert_matvec_int8(
         *q, ids, weight, fmt, rows.shape[1], share, out_dtype=rows.dtype, layout=layout
