@@ -107,7 +107,7 @@ def check(model: Transformer, ids: torch.Tensor) -> None:
     steps = 16
     modules = model(ids, logits_to_keep=steps).logits[0]
     state = new_state(model, 1, ids.shape[1])
-    found = [prefill(model, ids[:, : 1 - steps], None, state)]
+    found = [prefill(model, ids[:, : 1 - steps], None, state).clone()]
     found += [decode_step(model, ids[:, s], state).clone() for s in range(1 - steps, 0)]
     linears = [m for m in model.modules() if isinstance(m, rt.QuantizedLinear)]
     numerics = [linear.activations for linear in linears]
