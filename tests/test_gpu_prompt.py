@@ -11,9 +11,11 @@ from realizar_torch.nn.kv_cache import KVCache
 
 pytest.importorskip("triton")
 
-from realizar_torch.generation import gpu_product, gpu_prompt
+from realizar_torch.errors import BackendUnavailableError
+from realizar_torch.generation import gpu_product, gpu_prompt, prompt_graph
 from realizar_torch.generation.gpu_prompt import GpuPrompt
-from realizar_torch.generation.prompt_rows import Piece, passes, rows_of
+from realizar_torch.generation.graph import GraphStats
+from realizar_torch.generation.prompt_rows import FixedRows, Piece, passes, rows_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # fp32 on both sides, logits of size 10 from sums of up to 288 terms in other orders
@@ -35,6 +37,8 @@ def small(monkeypatch):
         for name, size in (sizes | {"WINDOW": 5}).items():
             monkeypatch.setattr(random_models, name, size)
         monkeypatch.setattr(gpu_product, "MATVEC_ROWS", 10**6)
+        # surplus rows wherever a pass has a bucket; three sequences have none
+        monkeypatch.setattr(prompt_graph, "ROWS", (8, 14, 26))
 
 
 def load(tmp_path, variant, activations="float", dtype=torch.float32):
@@ -129,6 +133,118 @@ def test_a_row_is_the_same_alone_and_beside_not_a_number(tmp_path):
     assert torch.equal(beside[[0, 2]], together[[0, 2]])
 
 
+def poison(prompt):
+    """What an earlier prompt may have left: no number anywhere, tokens outside the table."""
+    graphs = prompt._graphs
+    for part in vars(graphs._memory).values():
+        part.fill_(torch.nan)
+    for bucket in graphs._buckets.values():
+        bucket.tokens.fill_(10**6)
+        bucket.rows._memory.random_()
+
+
+def test_surplus_rows_and_what_was_there_before_change_nothing(tmp_path):
+    model, ids = load(tmp_path, "gemma3"), ids_of(2, TOKENS)
+    prompt, caches = GpuPrompt(model), [fresh_cache(model, 2) for _ in range(2)]
+    with torch.inference_mode():
+        first = prompt.run(model, ids, None, caches[0])
+        poison(prompt)
+        caches[0].keys[:, :, :, TOKENS:] = caches[0].values[:, :, :, TOKENS:] = torch.nan
+        caches[1].keys.copy_(caches[0].keys)
+        caches[1].values.copy_(caches[0].values)
+        caches[0].reset()
+        assert torch.equal(prompt.run(model, ids, None, caches[0]), first)
+    assert prompt.stats.eager_steps + prompt.stats.graph_replays == 2
+    # the same slots as before, to the bit, and no others
+    for mine, theirs in zip(
+        (caches[0].keys, caches[0].values), (caches[1].keys, caches[1].values), strict=True
+    ):
+        assert torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0))
+
+
+def test_a_cache_that_has_moved_is_noticed(tmp_path):
+    model, ids = load(tmp_path, "llama"), ids_of(1, TOKENS)
+    prompt, caches = GpuPrompt(model), [fresh_cache(model, 1) for _ in range(2)]
+    with torch.inference_mode():
+        found = [prompt.run(model, ids, None, cache) for cache in caches]
+        assert torch.equal(*found)
+        assert torch.equal(caches[0].keys[..., :TOKENS, :], caches[1].keys[..., :TOKENS, :])
+        assert len(prompt._graphs._buckets) == 1
+        caches[1].ensure(1, 200)
+        caches[1].values.fill_(torch.nan)
+        assert torch.equal(prompt.run(model, ids, None, caches[1]), found[0])
+
+
+@pytest.mark.gpu
+def test_a_graph_equals_the_launches_one_by_one(tmp_path):
+    """Bit for bit, in every bucket, at every start, and after the cache has grown."""
+    model = load(tmp_path, "gemma3", "int8", torch.bfloat16)
+    prompt, caches = GpuPrompt(model), [fresh_cache(model, 2, 700) for _ in range(2)]
+
+    def both(ids, mask=None):
+        with torch.inference_mode():
+            graph, eager = (
+                prompt.run(model, ids, mask, cache, cuda_graph=wanted)
+                for cache, wanted in zip(caches, ("auto", False), strict=True)
+            )
+        assert torch.equal(graph, eager)
+        for name in ("keys", "values"):
+            mine, theirs = (getattr(cache, name)[..., : cache.length, :] for cache in caches)
+            assert torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0))
+
+    for count in (3, 45, 300):
+        for seed in range(3):
+            ids = torch.randint(0, 250, (2, count), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+            for cache in caches:
+                cache.reset()
+            both(ids, padded_mask(ids, 2))
+            both(ids)
+
+
+@pytest.mark.gpu
+def test_graphs_are_captured_once_and_dropped_with_the_cache(tmp_path):
+    model, ids = load(tmp_path, "llama"), ids_of(1, 40)
+    prompt, cache = GpuPrompt(model), fresh_cache(model, 1)
+
+    def times(count):
+        with torch.inference_mode():
+            for _ in range(count):
+                cache.reset()
+                found.append(prompt.run(model, ids, None, cache))
+
+    found: list = []
+    times(4)
+    assert prompt.stats == GraphStats(captures=1, graph_replays=3, eager_steps=1, fallback=None)
+    cache.ensure(1, 300)
+    torch.cuda.empty_cache()
+    times(3)
+    assert prompt.stats == GraphStats(captures=2, graph_replays=5, eager_steps=2, fallback=None)
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+@pytest.mark.gpu
+def test_a_failed_capture_falls_back_with_one_warning(tmp_path, monkeypatch):
+    model, ids = load(tmp_path, "llama"), ids_of(1, 40)
+    expected = run(model, ids)
+    work = prompt_graph._Bucket.work
+
+    def broken(self):
+        work(self)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("injected inside the capture")
+
+    monkeypatch.setattr(prompt_graph._Bucket, "work", broken)
+    prompt, cache = GpuPrompt(model), fresh_cache(model, 1)
+    with torch.inference_mode(), pytest.warns(UserWarning, match="injected inside the capture") as caught:
+        for _ in range(3):
+            cache.reset()
+            assert torch.equal(prompt.run(model, ids, None, cache), expected)
+        with pytest.raises(BackendUnavailableError, match="injected"):
+            cache.reset()
+            prompt.run(model, ids, None, cache, cuda_graph=True)
+    assert len(caught) == 1 and "injected" in prompt.stats.fallback
+
+
 def test_decoding_goes_on_where_the_prompt_ends(tmp_path):
     from realizar_torch.generation.gpu_step import GpuStep
     from realizar_torch.generation.workspace import Workspace
@@ -157,3 +273,27 @@ def test_passes_hold_what_they_may_and_lose_nothing():
     assert rows.blocks.tolist() == [[0, 0, 11, 2], [2, 1, 0, 3], [5, 1, 3, 1], [6, 2, 7, 2]]
     assert rows.ends.tolist() == [1, 5]
     assert rows.end_blocks.tolist() == [[0, 0, 12, 1], [1, 1, 3, 1]]
+
+
+def test_fixed_tables_are_the_rows_and_nothing_else():
+    pieces = [Piece(2, 11, 2, 3), Piece(0, 0, 4), Piece(1, 7, 5, 1, wanted=False)]
+    fixed = FixedRows(16, 3, 3, torch.device("cpu"))
+    fixed._memory.fill_(99)
+    # of another use
+    fixed.fill([Piece(1, 5, 16, 2)])
+    assert fixed.fill(pieces) == 2
+    exact, found = rows_of(pieces, 3, torch.device("cpu")), fixed.tables
+    for name, surplus in (("blocks", 0), ("end_blocks", 0), ("places", -1), ("positions", 0), ("ends", 0)):
+        mine, theirs = getattr(found, name), getattr(exact, name)
+        assert torch.equal(mine[: len(theirs)], theirs)
+        assert len(mine) > len(theirs) and (mine[len(theirs) :] == surplus).all()
+
+
+def test_fixed_tables_have_room_for_any_pieces():
+    choose = torch.Generator().manual_seed(2)
+    fixed = FixedRows(24, 4, 5, torch.device("cpu"))
+    for _ in range(60):
+        counts = (torch.rand(4, generator=choose) * 7).int().tolist()
+        pieces = [Piece(row, 0, count) for row, count in enumerate(counts) if count]
+        if pieces:
+            assert fixed.fill(pieces) == len(pieces)

@@ -19,7 +19,8 @@ def _heads_kernel(
     """Program (r, h): key head h of token r, its value, and the GROUP query heads that share it.
 
     Row r of qkv ``[N, GROUP * KV_HEADS + 2 * KV_HEADS, D]`` and of cos and sin; places[r] = (sequence, slot)
-    says where in the caches k and v go; q goes to row r of ``q [N, GROUP * KV_HEADS, D]``.
+    says where in the caches k and v go, sequence -1 that they go nowhere; q goes to row r of ``q [N, GROUP *
+    KV_HEADS, D]``.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -43,8 +44,9 @@ def _heads_kernel(
     value = tl.load(key_heads + KV_HEADS * D + lane, mask=lane < D, other=0).to(tl.float32)
     keys = k_cache + sequence * k_batch + kv_head.to(tl.int64) * k_head + slot * k_position
     values = v_cache + sequence * v_batch + kv_head.to(tl.int64) * v_head + slot * v_position
-    tl.store(keys + lane, cast(key, k_cache.dtype.element_ty), mask=lane < D)
-    tl.store(values + lane, cast(value, v_cache.dtype.element_ty), mask=lane < D)
+    stored = lane < tl.where(sequence >= 0, D, 0)
+    tl.store(keys + lane, cast(key, k_cache.dtype.element_ty), mask=stored)
+    tl.store(values + lane, cast(value, v_cache.dtype.element_ty), mask=stored)
 
 
 def place_heads(
@@ -63,7 +65,8 @@ def place_heads(
 ) -> None:
     """Fills ``q`` and the caches' rows ``places``; nothing is checked: GpuPrompt makes all of it.
 
-    qkv ``[N, (q_heads + 2 kv_heads) * D]`` floats; places int32 ``[N, 2]``: sequence and slot of each token;
+    qkv ``[N, (q_heads + 2 kv_heads) * D]`` floats; places int32 ``[N, 2]``: sequence (or -1) and slot of each
+    token;
     cos and sin fp32 ``[N, rotary / 2]`` of the tokens' angles: halves (i, i + rotary/2) turn. q_norm and
     k_norm ``[D]``: RMSNorm of every head before that. q ``[N, q_heads, D]``; caches ``[batch, kv_heads,
     capacity, D]``, views with consecutive D.

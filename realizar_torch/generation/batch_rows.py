@@ -58,7 +58,14 @@ def rows_of(model: Any, state: DecodeState | GpuState, cuda_graph: bool | str) -
     return HostRows(model, state)
 
 
-def fill_row(model: Any, state: DecodeState | GpuState, row: int, ids: Sequence[int], slot: int) -> None:
+def fill_row(
+    model: Any,
+    state: DecodeState | GpuState,
+    row: int,
+    ids: Sequence[int],
+    slot: int,
+    cuda_graph: bool | str = "auto",
+) -> None:
     """Runs ``ids`` through the model into the cache of one row, from ``slot`` on.
 
     One text at a time: its keys and values must not depend on who else arrives.
@@ -68,7 +75,7 @@ def fill_row(model: Any, state: DecodeState | GpuState, row: int, ids: Sequence[
     tokens = _int64(ids).to(model.device)
     if isinstance(state.prompt, GpuPrompt):
         piece = Piece(row, slot, len(ids), wanted=False)
-        state.prompt.fill(model, tokens, [piece], state.cache)
+        state.prompt.fill(tokens, [piece], state.cache, cuda_graph=cuda_graph)
     elif state.prompt is not None:
         state.prompt.fill(tokens, row, slot)
     else:
@@ -153,7 +160,8 @@ class GraphRows:
         self._graph.begin_rows(cuda_graph=self._wanted)
 
     def place(self, row: int, text: Text) -> None:
-        fill_row(self._model, self._state, row, text.ids[text.cached : -1], text.cached)
+        ids = text.ids[text.cached : -1]
+        fill_row(self._model, self._state, row, ids, text.cached, self._wanted)
         seen = None
         if text.sampling.repetition_penalty != 1:
             seen = _int64(text.ids).to(self._model.device)

@@ -78,7 +78,8 @@ class Decoding:
             # consumer's code.
             with torch.inference_mode():
                 new_ids = request.input_ids[:, self._reused_tokens :]
-                logits = prefill(model, new_ids, request.attention_mask, state)
+                mask = request.attention_mask
+                logits = prefill(model, new_ids, mask, state, cuda_graph=request.cuda_graph)
             run = self._wait_for_each_step if state.decoder is None else self._run_ahead
             yield from run(state, logits, seen)
 

@@ -62,6 +62,39 @@ def passes(pieces: Sequence[Piece], most: int) -> Iterator[list[Piece]]:
 
 def rows_of(pieces: Sequence[Piece], block_rows: int, device: torch.device) -> Rows:
     """The tables of one pass; one copy to the device."""
+    parts = _parts(pieces, block_rows)
+    return _tables(torch.cat(parts).int().to(device), [len(part) for part in parts])
+
+
+class FixedRows:
+    """Tables of ``count`` rows of up to ``sequences`` pieces that stay where they are, for any rows below.
+
+    Surplus rows stand at sequence -1, in no block; surplus blocks have no rows, surplus ends are row 0.
+    """
+
+    def __init__(self, count: int, sequences: int, block_rows: int, device: torch.device):
+        self.count, self.sequences, self._block_rows = count, sequences, block_rows
+        # every piece but one may begin another block
+        blocks = (count - 1) // block_rows + sequences
+        self._sizes = [4 * blocks, 4 * sequences, 2 * count, count, sequences]
+        self._empty = torch.zeros(sum(self._sizes), dtype=torch.int32)
+        self._empty.split(self._sizes)[2].fill_(-1)
+        self._memory = self._empty.to(device, copy=True)
+        self.tables = _tables(self._memory, self._sizes)
+
+    def fill(self, pieces: Sequence[Piece]) -> int:
+        """Takes over up to ``sequences`` pieces of up to ``count`` rows; returns how many rows are wanted."""
+        memory = self._empty.clone()
+        parts = _parts(pieces, self._block_rows)
+        for part, target in zip(parts, memory.split(self._sizes), strict=True):
+            target[: len(part)] = part
+        # read before it returns: the memory is not pinned
+        self._memory.copy_(memory, non_blocking=True)
+        return len(parts[-1])
+
+
+def _parts(pieces: Sequence[Piece], block_rows: int) -> list[Tensor]:
+    """blocks, end_blocks, places, positions and ends of Rows, flat int64 on the host."""
     counts = torch.tensor([piece.count for piece in pieces])
     firsts = (counts.cumsum(0) - counts).tolist()
     slots = torch.cat([torch.arange(piece.slot, piece.slot + piece.count) for piece in pieces])
@@ -80,10 +113,14 @@ def rows_of(pieces: Sequence[Piece], block_rows: int, device: torch.device) -> R
             end_blocks += [len(ends), piece.sequence, piece.slot + piece.count - 1, 1]
             ends.append(first + piece.count - 1)
     places = torch.stack((sequences, slots), 1).view(-1)
-    # what kernels read comes first, at multiples of 16 bytes: Triton compiles another kernel for others
-    parts = (_int64(blocks), _int64(end_blocks), places, slots - starts, _int64(ends))
-    tables = torch.cat(parts).int().to(device).split([len(part) for part in parts])
-    return Rows(tables[0].view(-1, 4), tables[1].view(-1, 4), tables[2].view(-1, 2), tables[3], tables[4])
+    return [_int64(blocks), _int64(end_blocks), places, slots - starts, _int64(ends)]
+
+
+def _tables(memory: Tensor, sizes: Sequence[int]) -> Rows:
+    """Views of ``memory``. What kernels read comes first, at multiples of 16 bytes: Triton compiles another
+    kernel for others."""
+    blocks, end_blocks, places, positions, ends = memory.split(list(sizes))
+    return Rows(blocks.view(-1, 4), end_blocks.view(-1, 4), places.view(-1, 2), positions, ends)
 
 
 def _int64(numbers: list[int]) -> Tensor:

@@ -60,17 +60,22 @@ def new_state(
 
 
 def prefill(
-    model: Transformer, input_ids: Tensor, attention_mask: Tensor | None, state: DecodeState | GpuState
+    model: Transformer,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    state: DecodeState | GpuState,
+    *,
+    cuda_graph: bool | str = "auto",
 ) -> Tensor:
     """Runs the prompt in one pass and fills the cache.
 
-    input_ids int [B, T] -> fp32 logits [B, V] of the last position.
+    input_ids int [B, T] -> fp32 logits [B, V] of the last position. cuda_graph: as in ``DecodeGraph.begin``.
     """
     state.prepare(model)
     if state.fused is not None and state.prompt is not None:
         if input_ids.shape[-1] > 1:
             if isinstance(state, GpuState):
-                return state.prompt.run(model, input_ids, attention_mask, state.cache)
+                return state.prompt.run(model, input_ids, attention_mask, state.cache, cuda_graph=cuda_graph)
             return state.prompt.run(input_ids, attention_mask)
         model.begin(input_ids, attention_mask, state.cache)
         return state.fused.run(input_ids[:, 0].long())

@@ -1,0 +1,134 @@
+"""PromptGraphs: passes of few rows on static memory, replayed from CUDA graphs, one per number of rows."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from realizar_torch.caller import warn_caller
+from realizar_torch.errors import BackendUnavailableError
+from realizar_torch.generation.graph import GraphStats
+from realizar_torch.generation.prompt_pass import PromptMemory, PromptModel, PromptPass
+from realizar_torch.generation.prompt_rows import FixedRows, Piece
+from realizar_torch.generation.workspace import MAX_BATCH
+from realizar_torch.nn.kv_cache import KVCache
+
+# Rows of the graphs: a pass takes the first that is large enough. Beyond the last the device is slower than
+# the host.
+ROWS = (8, 16, 32, 64, 128, 256, 384, 512, 768, 1024)
+
+
+class _Bucket:
+    """One number of rows for one number of sequences: its inputs, and the graph once there is one."""
+
+    def __init__(self, model: PromptModel, rows: FixedRows, cache: KVCache, memory: PromptMemory):
+        self.rows = rows
+        self.tokens = torch.zeros(rows.count, dtype=torch.int64, device=model.device)
+        self._pass = PromptPass(model, rows.tables, cache, memory)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.runs = 0
+        self.result = memory.wanted_stream[: rows.sequences]
+
+    def work(self) -> None:
+        """What a graph holds: tokens and tables -> keys and values in the cache, ``result``."""
+        self._pass.run(self.tokens)
+
+
+class PromptGraphs:
+    """Runs passes whose surplus rows compute what nobody sees. Eager calls and graphs run the same launches.
+
+    The first pass in a bucket runs eagerly, which compiles its kernels; the second one captures it, which
+    takes as long as launching it once more. All buckets share one memory and one pool. It holds addresses of
+    the weights: make a new one when any may have moved; a cache that has moved is noticed.
+    """
+
+    def __init__(self, model: PromptModel, block_rows: int):
+        self._model, self._block_rows = model, block_rows
+        self._memory: PromptMemory | None = None
+        self._buckets: dict[tuple[int, int], _Bucket] = {}
+        self._place: tuple = ()
+        self._pool: tuple[int, int] | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._captures = self._replays = self._eager = 0
+        self._fallback: str | None = None
+
+    @property
+    def stats(self) -> GraphStats:
+        """Of passes, where it says steps."""
+        return GraphStats(self._captures, self._replays, self._eager, self._fallback)
+
+    def takes(self, pieces: Sequence[Piece], cache: KVCache) -> bool:
+        rows = sum(piece.count for piece in pieces)
+        return rows <= ROWS[-1] and len(pieces) <= cache.batch_size <= MAX_BATCH
+
+    def run(
+        self, tokens: Tensor, pieces: Sequence[Piece], cache: KVCache, cuda_graph: bool | str = "auto"
+    ) -> Tensor:
+        """One pass of pieces that it ``takes``; tokens int [N].
+
+        Returns fp32 [W, hidden]: see PromptPass. cuda_graph: as in ``DecodeGraph.begin``.
+        """
+        bucket = self._bucket(len(tokens), cache)
+        bucket.tokens[: len(tokens)].copy_(tokens)
+        wanted = bucket.rows.fill(pieces)
+        graph = self._graph(bucket, cuda_graph)
+        if graph is None:
+            bucket.work()
+        else:
+            graph.replay()
+        bucket.runs += 1
+        self._eager += graph is None
+        self._replays += graph is not None
+        return bucket.result[:wanted].clone()
+
+    def _bucket(self, count: int, cache: KVCache) -> _Bucket:
+        place = (cache.keys.data_ptr(), cache.values.data_ptr(), cache.starts.data_ptr(), cache.keys.stride())
+        if place != self._place:
+            self._buckets.clear()
+            self._new_pool()
+            self._place = place
+        key = next(rows for rows in ROWS if rows >= count), cache.batch_size
+        if key not in self._buckets:
+            # tensors of inference mode could not be written to outside of it
+            with torch.inference_mode(False):
+                if self._memory is None:
+                    self._memory = PromptMemory(self._model, ROWS[-1], MAX_BATCH)
+                rows = FixedRows(*key, self._block_rows, self._model.device)
+                self._buckets[key] = _Bucket(self._model, rows, cache, self._memory)
+        return self._buckets[key]
+
+    def _graph(self, bucket: _Bucket, wanted: bool | str) -> torch.cuda.CUDAGraph | None:
+        """The bucket's graph, captured at its second use; None after a capture has failed."""
+        if wanted is False or bucket.runs == 0 or self._model.device.type != "cuda":
+            return None
+        if bucket.graph is None and self._fallback is None:
+            try:
+                bucket.graph = self._capture(bucket)
+            except RuntimeError as error:
+                self._fallback = str(error).splitlines()[0]
+                # the failed capture's memory goes with its pool
+                self._new_pool()
+                if wanted is not True:
+                    warn_caller(f"no CUDA graph, prompts run launch by launch: {self._fallback}")
+        if bucket.graph is None and wanted is True:
+            raise BackendUnavailableError(f"cuda_graph=True, but the capture failed: {self._fallback}")
+        return bucket.graph
+
+    def _capture(self, bucket: _Bucket) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._model.device):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()
+            # other threads may allocate meanwhile
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                bucket.work()
+            # the capture stream's lies in the pool, and would outlive it
+            torch._C._cuda_clearCublasWorkspaces()
+        self._captures += 1
+        return graph
+
+    def _new_pool(self) -> None:
+        if self._model.device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
