@@ -32,6 +32,8 @@ from realizar_torch.hf.loading import load_model
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(path.stem for path in FIXTURES.glob("*.gguf"))
 ARCH_OF = {name: open_gguf(FIXTURES / f"{name}.gguf").arch for name in NAMES}
+# of an architecture with a row, of files without experts
+KNOWN = [name for name in NAMES if ARCH_OF[name] in ARCHITECTURES and name != "mixtral"]
 # fp32 and the same operations on both sides: what is left is the order of sums of at most 100 terms
 TOLERANCE = 1e-4
 # what a file does not tell
@@ -48,7 +50,7 @@ def fixture_model(name: str, **options: Any) -> torch.nn.Module:
     return load_model(file, **options)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if ARCH_OF[n] in ARCHITECTURES])
+@pytest.mark.parametrize("name", KNOWN)
 def test_logits_are_those_of_the_model_the_file_was_made_from(name: str) -> None:
     with np.load(FIXTURES / f"{name}.npz") as golden:
         ids, expected = torch.from_numpy(golden["ids"]), torch.from_numpy(golden["logits"])
@@ -61,7 +63,7 @@ def test_every_row_has_a_fixture() -> None:
     assert set(ARCH_OF.values()) >= ARCHITECTURES.keys()
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if ARCH_OF[n] not in ARCHITECTURES])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in KNOWN])
 def test_what_has_no_row_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedArchitectureError):
         fixture_model(name)
