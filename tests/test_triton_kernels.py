@@ -49,8 +49,16 @@ def dequantized_activations(q: torch.Tensor, scale: torch.Tensor) -> torch.Tenso
     return (q.double().unflatten(-1, (-1, 32)) * scale.double().unsqueeze(-1)).flatten(-2)
 
 
-def check_matvec(fmt: str, layout: str, rows: int, in_features: int, batch: int, seed: int = 0) -> None:
-    """Float and int8 products of random blocks with bias and residual, against float64."""
+def check_matvec(
+    fmt: str,
+    layout: str,
+    rows: int,
+    in_features: int,
+    batch: int,
+    seed: int = 0,
+    numerics: tuple[str, ...] = ("float", "int8"),
+) -> None:
+    """Products of random blocks with bias and residual, against float64."""
     blocks = random_blocks(fmt, rows, in_features, seed).to(DEVICE)
     decoded = reference.dequantize(blocks, fmt, in_features, torch.float64)
     weight = packing.pack(blocks, fmt, layout)
@@ -62,6 +70,8 @@ def check_matvec(fmt: str, layout: str, rows: int, in_features: int, batch: int,
     y = matvec(x, weight, fmt, in_features, bias, residual=residual, layout=layout)
     assert_within(y, x.double() @ decoded.T + extra, float_tolerance(x, decoded) + slack)
 
+    if "int8" not in numerics:
+        return
     quantized = quantize_activations(x, width_of(fmt, in_features))
     seen = dequantized_activations(*quantized[:2])[:, :in_features]
     y = matvec_int8(*quantized, weight, fmt, in_features, bias, residual=residual, layout=layout)
@@ -237,19 +247,8 @@ def test_wrong_arguments_are_named() -> None:
 
 # (rows, blocks of a row, M) of every format: one block, tails of tiles and of loop steps
 SHAPES = ((1, 1, 1), (129, 3, 1), (33, 56, 1), (257, 75, 1), (63, 3, 2))
-# M beyond: each is a kernel of its own, which takes up to a minute to compile, so formats share them
-BATCHES = {
-    "Q4_0": (4, 7),
-    "Q4_1": (3, 6),
-    "Q5_0": (4, 5),
-    "Q5_1": (3, 8),
-    "Q8_0": (4, 8),
-    "Q2_K": (3,),
-    "Q3_K": (4,),
-    "Q4_K": (4, 8),
-    "Q5_K": (3, 7),
-    "Q6_K": (5,),
-}
+# M beyond of int8: each is a kernel of its own, so formats share them; 5 and more are for tensor cores
+BATCHES = {fmt: 3 + index % 2 for index, fmt in enumerate(PACKED)}
 
 
 @pytest.mark.gpu
@@ -266,11 +265,26 @@ def test_matvec_of_a_ragged_row(fmt: str, layout: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("fmt", "layout", "batch"), [(fmt, layout, batch) for fmt, layout in LAYOUTS for batch in BATCHES[fmt]]
-)
-def test_matvec_of_larger_batches(fmt: str, layout: str, batch: int) -> None:
-    check_matvec(fmt, layout, 31, 16 * get_packed_format(fmt).block_size, batch, seed=batch)
+@pytest.mark.parametrize(("fmt", "layout"), LAYOUTS)
+def test_matvec_of_larger_batches(fmt: str, layout: str) -> None:
+    """All of float run one kernel."""
+    columns = 16 * get_packed_format(fmt).block_size
+    check_matvec(fmt, layout, 31, columns, BATCHES[fmt], seed=3)
+    for batch in range(3, 9):
+        check_matvec(fmt, layout, 31, columns, batch, seed=batch, numerics=("float",))
+
+
+@pytest.mark.parametrize("batch", [3, 4, 7, 8])
+@pytest.mark.parametrize("fmt", ["Q4_1", "Q6_K"])
+def test_vectors_of_several_programs_equal_pairs(fmt: str, batch: int) -> None:
+    """The last program computes a vector again where their number is odd: it must not be added twice."""
+    columns = get_packed_format(fmt).block_size + 3
+    weight = random_blocks(fmt, 3, columns).to(DEVICE)
+    x, stream = random_activations(batch, columns).to(DEVICE), torch.randn(batch, 3, device=DEVICE)
+    pairs = [matvec(x[i : i + 2], weight, fmt, columns, residual=stream[i : i + 2]) for i in range(batch - 1)]
+    matvec(x, weight, fmt, columns, residual=stream, out=stream)
+    for row in range(batch):
+        assert torch.equal(stream[row], pairs[0][0] if row == 0 else pairs[row - 1][1])
 
 
 @pytest.mark.gpu
