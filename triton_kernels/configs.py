@@ -74,8 +74,8 @@ class MatmulLaunch:
 @dataclass(frozen=True)
 class StationaryLaunch:
     """``columns`` times eight activation vectors per program, whose ``warps`` (at least 4 ``columns``) have
-    one step of K each; ``programs`` in all, of at most ``registers`` per thread, which ask for tiles ``depth``
-    ahead of their use."""
+    one step of K each; ``programs`` in all, of at most ``registers`` per thread, which ask for tiles
+    ``depth`` ahead of their use."""
 
     columns: int
     warps: int
