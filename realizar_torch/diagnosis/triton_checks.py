@@ -21,12 +21,19 @@ from realizar_torch.diagnosis.parity import (
 from realizar_torch.diagnosis.shapes import Shapes
 from realizar_torch.formats import get_packed_format
 from realizar_torch.ops.normalization import normalize
-from realizar_torch.triton_kernels import matmul, matvec, qkv, quantize
+from realizar_torch.triton_kernels import matvec, quantize
 from realizar_torch.triton_kernels.configs import choose, choose_matmul
 from realizar_torch.triton_kernels.gate_up import ACTIVATIONS, gate_up, gate_up_int8
+from realizar_torch.triton_kernels.grouped import grouped
+from realizar_torch.triton_kernels.matmul import matmul_int8
+from realizar_torch.triton_kernels.matmul_gate_up import matmul_gate_up_int8
+from realizar_torch.triton_kernels.matmul_qkv import matmul_qkv_int8
+from realizar_torch.triton_kernels.qkv import qkv_int8
 
+# vectors for the matvecs, and for tensor cores, which take them in groups of eight
 _SINGLE = (1, 2)
 _BATCHED = (5, 16)
+_FLOAT = (*_SINGLE, 5)
 _EPS = 1e-5
 # of |gate * up|: exp and the division of the activation cost a few ulp
 _ACTIVATION_ERROR = 3e-6
@@ -68,19 +75,20 @@ def _products(matrix: Matrix, device: torch.device) -> Iterator[Parity]:
         x, residual = random_vectors(device, batch, columns), random_vectors(device, batch, rows, seed=2)
         extra = bias.double() + residual.double()
         options = {"residual": residual, "layout": layout}
-        parts, seen = _quantized(x, matrix)
-        if batch in _SINGLE:
-            launch = choose(matrix.fmt, matrix.rows, columns, batch, "float")
+        if batch in _FLOAT:
+            launch = choose(matrix.fmt, matrix.rows, columns, min(batch, matvec.FLOAT_VECTORS), "float")
             y = matvec.matvec(x, weight, matrix.fmt, columns, bias, launch=launch, **options)
             error = product_share(y, x.double(), decoded, extra)
             yield Parity(device.type, "matvec float", *where, batch, error)
+        parts, seen = _quantized(x, matrix)
+        operands = (weight, matrix.fmt, columns, bias)
+        if batch in _SINGLE:
             launch = choose(matrix.fmt, matrix.rows, columns, batch, "int8")
-            y = matvec.matvec_int8(*parts, weight, matrix.fmt, columns, bias, launch=launch, **options)
-            name = "matvec int8"
+            y = matvec.matvec_int8(*parts, *operands, launch=launch, **options)
         else:
             wide = choose_matmul(matrix.fmt, matrix.rows, columns, batch)
-            y = matmul.matmul_int8(*parts, weight, matrix.fmt, columns, bias, launch=wide, **options)
-            name = "tensor-core product int8"
+            y = matmul_int8(*grouped(*parts), batch, *operands, launch=wide, **options)
+        name = "matvec int8" if batch in _SINGLE else "matmul int8"
         yield Parity(device.type, name, *where, batch, product_share(y, seen, decoded, extra))
 
 
@@ -129,12 +137,18 @@ def _projections(projection: Sequence[Matrix], device: torch.device) -> Iterator
     ]
     bias = random_vectors(device, len(decoded), seed=3)
     shape = "+".join(str(matrix.rows) for matrix in projection) + f"x{columns}"
-    for batch in _SINGLE:
-        launches = [choose(matrix.fmt, matrix.rows, columns, batch, "int8") for matrix in projection]
+    for batch in (*_SINGLE, *_BATCHED):
         parts, seen = _quantized(random_vectors(device, batch, columns), projection[0])
-        y = qkv.qkv_int8(*parts, packed, fmts, columns, bias, layouts=layouts, launches=launches)
+        operands = (packed, fmts, columns, bias)
+        if batch in _SINGLE:
+            launches = [choose(matrix.fmt, matrix.rows, columns, batch, "int8") for matrix in projection]
+            y = qkv_int8(*parts, *operands, layouts=layouts, launches=launches)
+        else:
+            wide = choose_matmul(fmts[0], sum(matrix.rows for matrix in projection), columns, batch)
+            y = matmul_qkv_int8(*grouped(*parts), batch, *operands, layouts=layouts, launch=wide)
+        name = "qkv int8" if batch in _SINGLE else "matmul_qkv int8"
         error = product_share(y, seen, decoded, bias)
-        yield Parity(device.type, "qkv int8", "+".join(dict.fromkeys(fmts)), shape, batch, error)
+        yield Parity(device.type, name, "+".join(dict.fromkeys(fmts)), shape, batch, error)
 
 
 def _pairs(matrix: Matrix, shapes: Shapes, device: torch.device) -> Iterator[Parity]:
@@ -147,17 +161,23 @@ def _pairs(matrix: Matrix, shapes: Shapes, device: torch.device) -> Iterator[Par
     layout = layout_of(matrix.fmt)
     gate, up = (packing.pack(blocks, matrix.fmt, layout) for blocks, _ in samples)
     columns, options = matrix.in_features, {"activation": activation, "layout": layout}
-    for batch in _SINGLE:
+    both, where = [decoded for _, decoded in samples], (matrix.fmt, f"{matrix} {layout}")
+    operands = (gate, up, matrix.fmt, columns)
+    for batch in (*_SINGLE, *_BATCHED):
         x = random_vectors(device, batch, columns) / 8
-        launch = choose(matrix.fmt, matrix.rows, columns, batch, "float")
-        y = gate_up(x, gate, up, matrix.fmt, columns, launch=launch, **options)
-        error = _gated_share(y, x.double(), [decoded for _, decoded in samples], activation)
-        yield Parity(device.type, "gate_up float", matrix.fmt, f"{matrix} {layout}", batch, error)
         parts, seen = _quantized(x, matrix)
-        launch = choose(matrix.fmt, matrix.rows, columns, batch, "int8", pair=True)
-        y = gate_up_int8(*parts, gate, up, matrix.fmt, columns, launch=launch, **options)
-        error = _gated_share(y, seen, [decoded for _, decoded in samples], activation)
-        yield Parity(device.type, "gate_up int8", matrix.fmt, f"{matrix} {layout}", batch, error)
+        if batch in _SINGLE:
+            launch = choose(matrix.fmt, matrix.rows, columns, batch, "float")
+            y = gate_up(x, *operands, launch=launch, **options)
+            error = _gated_share(y, x.double(), both, activation)
+            yield Parity(device.type, "gate_up float", *where, batch, error)
+            launch = choose(matrix.fmt, matrix.rows, columns, batch, "int8", pair=True)
+            y = gate_up_int8(*parts, *operands, launch=launch, **options)
+        else:
+            wide = choose_matmul(matrix.fmt, 2 * matrix.rows, columns, batch)
+            y = matmul_gate_up_int8(*grouped(*parts), batch, *operands, launch=wide, **options)
+        name = "gate_up int8" if batch in _SINGLE else "matmul_gate_up int8"
+        yield Parity(device.type, name, *where, batch, _gated_share(y, seen, both, activation))
 
 
 def _gated_share(found: Tensor, x: Tensor, decoded: Sequence[Tensor], activation: str) -> float:
@@ -166,6 +186,7 @@ def _gated_share(found: Tensor, x: Tensor, decoded: Sequence[Tensor], activation
     if activation == "silu":
         active = torch.nn.functional.silu(gate)
     else:
-        active = torch.nn.functional.gelu(gate, approximate="tanh")
+        approximation = "tanh" if activation == "gelu_tanh" else "none"
+        active = torch.nn.functional.gelu(gate, approximate=approximation)
     allowed = _SLOPE * gate_error * up.abs() + up_error * active.abs()
     return share(found, active * up, allowed + _ACTIVATION_ERROR * (active * up).abs() + 1e-9)
