@@ -64,9 +64,9 @@ def _prompt_attention_kernel(
 ):  # fmt: skip
     """Program (b, h): head h of a block of up to ROWS successive tokens of one sequence.
 
-    blocks[b] = (first row, sequence, slot of the first, tokens, which may be none). Query row r at slot s sees keys max(starts,
-    s + 1 - window) … s of its sequence: out = Σ e^score v / Σ e^score, score = q·k times ``scale / ln 2`` for
-    powers of two. All sums fp32.
+    blocks[b] = (first row, sequence, slot of the first, tokens, which may be none). Query row r at slot s
+    sees keys max(starts, s + 1 - window) … s of its sequence: out = Σ e^score v / Σ e^score, score = q·k
+    times ``scale / ln 2`` for powers of two. All sums fp32.
     """
     # the last blocks have the most keys: first
     block = blocks + 4 * (tl.num_programs(0) - 1 - tl.program_id(0))

@@ -10,7 +10,11 @@ from realizar_torch.ops.cuda import MATVEC_ROWS
 
 
 class GpuProduct:
-    """[W0; W1; …]·x + their biases. Holds addresses of the weights; biases are read at every call."""
+    """[W0; W1; …]·x + their biases. Holds addresses of the weights; biases are read at every call.
+
+    Up to a few dozen rows for linears of int8 activations, tensor cores multiply the packed weights with
+    int8; more rows are multiplied with decoded weights.
+    """
 
     def __init__(self, *linears: QuantizedLinear):
         from realizar_torch.triton_kernels.launch import packed_rows
@@ -19,7 +23,12 @@ class GpuProduct:
         self._weights = [
             packed_rows(linear.stored, linear.fmt, linear.in_features, linear.layout) for linear in linears
         ]
+        self._int8 = all(linear.activations == "int8" for linear in linears)
         self.out_features = sum(linear.out_features for linear in linears)
+        # a pair of one format makes act(gate) * up in one launch
+        first, last = linears[0], linears[-1]
+        alike = (first.fmt, first.layout) == (last.fmt, last.layout)
+        self._pair = len(linears) == 2 and alike and first.bias is None and last.bias is None
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """x [M, in_features] -> out [M, out_features], of one float dtype."""
@@ -27,10 +36,52 @@ class GpuProduct:
 
         if len(x) <= MATVEC_ROWS:
             return torch.cat([linear(x) for linear in self._linears], dim=1, out=out)
-        decoded_matmul(x, self._weights, out)
+        if self._takes_int8(len(x)) and len(self._linears) != 2:
+            self._multiply_int8(x, out)
+        else:
+            decoded_matmul(x, self._weights, out)
         column = 0
         for linear in self._linears:
             if linear.bias is not None:
                 out[:, column : column + linear.out_features].add_(linear.bias)
             column += linear.out_features
         return out
+
+    def gated(self, x: Tensor, pair: Tensor, out: Tensor, activation: str) -> Tensor:
+        """act(W0·x) * (W1·x) -> out [M, out_features / 2], by way of ``pair`` [M, out_features]."""
+        from realizar_torch.triton_kernels.gated import gated
+        from realizar_torch.triton_kernels.matmul_gate_up import matmul_gate_up_int8
+
+        if len(x) <= MATVEC_ROWS or not (self._pair and self._takes_int8(len(x))):
+            return gated(self(x, pair), out, activation=activation)
+        gate, up = self._linears
+        operands = (gate.stored, up.stored, gate.fmt, gate.in_features)
+        kind = {"activation": activation, "layout": gate.layout, "out": out}
+        return matmul_gate_up_int8(*self._quantized(x), len(x), *operands, **kind)
+
+    def _multiply_int8(self, x: Tensor, out: Tensor) -> None:
+        from realizar_torch.triton_kernels.matmul import matmul_int8
+        from realizar_torch.triton_kernels.matmul_qkv import matmul_qkv_int8
+
+        first = self._linears[0]
+        quantized = self._quantized(x)
+        if len(self._linears) == 1:
+            operands = (first.stored, first.fmt, first.in_features)
+            matmul_int8(*quantized, len(x), *operands, out=out, layout=first.layout)
+            return
+        weights, fmts, layouts = zip(
+            *((one.stored, one.fmt, one.layout) for one in self._linears), strict=True
+        )
+        matmul_qkv_int8(*quantized, len(x), weights, fmts, first.in_features, layouts=layouts, out=out)
+
+    def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        from realizar_torch.triton_kernels.grouped import empty_grouped
+        from realizar_torch.triton_kernels.quantize import quantize_activations
+
+        width = self._linears[0].padded_features
+        return quantize_activations(x, width, empty_grouped(len(x), width, x.device))
+
+    def _takes_int8(self, rows: int) -> bool:
+        from realizar_torch.triton_kernels.configs import MATMUL_ROWS
+
+        return self._int8 and rows <= MATMUL_ROWS

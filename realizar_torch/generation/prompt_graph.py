@@ -1,6 +1,7 @@
 """PromptGraphs: passes of few rows on static memory, replayed from CUDA graphs, one per number of rows."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class PromptGraphs:
         self._memory: PromptMemory | None = None
         self._buckets: dict[tuple[int, int], _Bucket] = {}
         self._place: tuple = ()
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._captures = self._replays = self._eager = 0
         self._fallback: str | None = None

@@ -96,7 +96,6 @@ class PromptPass:
 
     def _layer(self, index: int, layer: Block, products: _Products) -> Tensor:
         """The layer behind its keys and values; what is then to be added to the residual stream."""
-        from realizar_torch.triton_kernels.gated import gated
         from realizar_torch.triton_kernels.prompt_attention import prompt_attention
 
         cache = self._cache
@@ -112,8 +111,8 @@ class PromptPass:
         )
         projected = products.output(attended.flatten(1), self._part("projected"))
         normed = self._norm(layer.mlp_norm, self._normed(layer.post_attn_norm, projected))
-        pair = products.gate_up(normed, self._part("pair"))
-        hidden = gated(pair, self._part("wide"), activation=layer.mlp.activation)
+        pair, wide = self._part("pair"), self._part("wide")
+        hidden = products.gate_up.gated(normed, pair, wide, layer.mlp.activation)
         return self._normed(layer.post_mlp_norm, products.down(hidden, self._part("projected")))
 
     def _norm(self, norm: RMSNorm, addition: Tensor | None) -> Tensor:
