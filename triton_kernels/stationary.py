@@ -20,10 +20,11 @@ from realizar_torch.triton_kernels.primitives import cast, release_successor, wa
 from realizar_torch.triton_kernels.stationary_tile import (
     first_row_of,
     load_tile,
+    multiply_tile,
     prefetch_tile,
     result_places,
+    scale_tile,
     shares_of,
-    tile_products,
 )
 from realizar_torch.triton_kernels.tile_sums import tile_rows
 
@@ -60,11 +61,11 @@ def _stationary_kernel(
     for tile in range(begin, end):
         if tile + DEPTH < end:
             prefetch_tile(shares, first_row_of(tile + DEPTH, n_rows) * stride)
-        total = tile_products(raw[0], raw[1], held, blocks, FMT, N, WARPS)
-        # into the registers of the bytes that have just been used
+        step = multiply_tile(raw[0], raw[1], held, blocks, FMT, N, WARPS)
+        # into the registers of the bytes that have just been used, while their products are scaled
         following = first_row_of(tl.minimum(tile + 1, end - 1), n_rows)
         raw = load_tile(rows, following * stride, first, blocks, FMT, PLANAR, ALIGN)
-        sums = sum_over_warps(total, buffer, tile, N, WARPS)
+        sums = sum_over_warps(scale_tile(step, held, FMT, N, WARPS), buffer, tile, N, WARPS)
         first_row = first_row_of(tile, n_rows)
         row = first_row + own_row
         inside = own & (row >= 16 * tile) & (row < n_rows)

@@ -17,10 +17,11 @@ from realizar_torch.triton_kernels.stationary import grid_of
 from realizar_torch.triton_kernels.stationary_tile import (
     first_row_of,
     load_tile,
+    multiply_tile,
     prefetch_tile,
     result_places,
+    scale_tile,
     shares_of,
-    tile_products,
 )
 from realizar_torch.triton_kernels.tile_sums import tile_rows
 
@@ -60,12 +61,13 @@ def _stationary_gate_up_kernel(
             prefetch_tile(up_shares, first_row_of(tile + DEPTH, n_rows) * up_stride)
         first_row = first_row_of(tile, n_rows)
         following = first_row_of(tl.minimum(tile + 1, end - 1), n_rows)
-        total = tile_products(raw[0], raw[1], held, blocks, FMT, N, WARPS)
+        step = multiply_tile(raw[0], raw[1], held, blocks, FMT, N, WARPS)
         raw = load_tile(ups, first_row * up_stride, first, blocks, FMT, PLANAR, ALIGN)
-        gated = activate(sum_over_warps(total, buffer, 0, N, WARPS), ACTIVATION)
-        total = tile_products(raw[0], raw[1], held, blocks, FMT, N, WARPS)
+        gated = sum_over_warps(scale_tile(step, held, FMT, N, WARPS), buffer, 0, N, WARPS)
+        step = multiply_tile(raw[0], raw[1], held, blocks, FMT, N, WARPS)
         raw = load_tile(gates, following * gate_stride, first, blocks, FMT, PLANAR, ALIGN)
-        value = gated * sum_over_warps(total, buffer, 1, N, WARPS)
+        value = sum_over_warps(scale_tile(step, held, FMT, N, WARPS), buffer, 1, N, WARPS)
+        value = activate(gated, ACTIVATION) * value
         row = first_row + own_row
         inside = own & (row >= 16 * tile) & (row < n_rows)
         tl.store(out + at + first_row, cast(value, out.dtype.element_ty), mask=inside)

@@ -73,24 +73,67 @@ def prefetch_tile(shares, offset):
 
 
 @triton.jit
-def tile_products(upper, lower, held, blocks, FMT: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr):
-    """4 N sums of a step of a tile: see ``exchange.py``."""
+def multiply_tile(upper, lower, held, blocks, FMT: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr):
+    """All of a step that its bytes are needed for: (products of the runs, of the minimums, scales of rows g,
+    of rows g + 8, their factors of the minimums).
+    """
     t = tl.arange(0, 32 * WARPS) % 4
     RUN: tl.constexpr = run_size(FMT)
-    upper_scales = scales_of(upper, 0, blocks, True, FMT)
-    lower_scales = scales_of(lower, 0, blocks, True, FMT)
-    total = _minimums(upper, lower, held, t, blocks, FMT, N)
+    products = ()
     for run in tl.static_range(256 // RUN):
         first, second = words_of(upper, run, t, FMT), words_of(lower, run, t, FMT)
         if RUN == 32:
             left = (first[0], second[0], first[1], second[1])
         else:
             left = (first[0], second[0])
+        for n in tl.static_range(N):
+            products = products + (multiply_int8(left, held[n][0][run], signed(FMT)),)  # noqa: RUF005
+    least = ()
+    factors = ()
+    if minimums(FMT) > 0:
+        least = _minimums(upper, lower, held, t, blocks, FMT, N)
+        factors = factor_of(upper, 0, blocks, True, FMT), factor_of(lower, 0, blocks, True, FMT)
+    upper_scales = scales_of(upper, 0, blocks, True, FMT)
+    lower_scales = scales_of(lower, 0, blocks, True, FMT)
+    return products, least, upper_scales, lower_scales, factors
+
+
+@triton.jit
+def _minimums(upper, lower, held, t, blocks, FMT: tl.constexpr, N: tl.constexpr):
+    """Minimums x sums of activations, N times four registers, as ``tile_sums`` has them."""
+    zero = tl.zeros(t.shape, tl.float32)
+    least = ()
+    for n in tl.static_range(N):
+        product = (zero, zero, zero, zero)
+        for part in tl.static_range(minimums(FMT) // 8):
+            high = minimums_of(upper, 0, blocks, part, t, True, FMT)
+            low = minimums_of(lower, 0, blocks, part, t, True, FMT)
+            left = _bits(high[0], low[0]) + _bits(high[1], low[1])
+            sums = held[n][3][part]
+            product = multiply_tf32(left, sums[0], multiply_tf32(left, sums[1], product))
+        least = least + (product,)  # noqa: RUF005
+    return least
+
+
+@triton.jit
+def scale_tile(step, held, FMT: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr):
+    """4 N sums (exchange.py) of a step: Σ scale * xscale * product - factor * minimums."""
+    RUN: tl.constexpr = run_size(FMT)
+    products, least, upper_scales, lower_scales, factors = step
+    zero = tl.zeros([32 * WARPS], tl.float32)
+    total = ()
+    for n in tl.static_range(N):
+        if minimums(FMT) > 0:
+            f0, f1 = -factors[0], -factors[1]
+            total = total + (f0 * least[n][0], f0 * least[n][1], f1 * least[n][2], f1 * least[n][3])  # noqa: RUF005
+        else:
+            total = total + (zero, zero, zero, zero)  # noqa: RUF005
+    for run in tl.static_range(256 // RUN):
         s0, s1 = upper_scales[run], lower_scales[run]
         offset0, offset1 = s0 * -MAGIC, s1 * -MAGIC
         updated = ()
         for n in tl.static_range(N):
-            product = multiply_int8(left, held[n][0][run], signed(FMT))
+            product = products[N * run + n]
             even, odd = held[n][1][run * RUN // 32], held[n][2][run * RUN // 32]
             updated = updated + (  # noqa: RUF005
                 tl.fma(scaled(product[0], s0, offset0), even, total[4 * n]),
@@ -99,28 +142,6 @@ def tile_products(upper, lower, held, blocks, FMT: tl.constexpr, N: tl.constexpr
                 tl.fma(scaled(product[3], s1, offset1), odd, total[4 * n + 3]),
             )
         total = updated
-    return total
-
-
-@triton.jit
-def _minimums(upper, lower, held, t, blocks, FMT: tl.constexpr, N: tl.constexpr):
-    """Minus factor * (minimums x sums of activations), as ``tile_sums`` has it."""
-    zero = tl.zeros(t.shape, tl.float32)
-    total = ()
-    if minimums(FMT) == 0:
-        for _ in tl.static_range(4 * N):
-            total = total + (zero,)  # noqa: RUF005
-    else:
-        f0, f1 = -factor_of(upper, 0, blocks, True, FMT), -factor_of(lower, 0, blocks, True, FMT)
-        for n in tl.static_range(N):
-            product = (zero, zero, zero, zero)
-            for part in tl.static_range(minimums(FMT) // 8):
-                high = minimums_of(upper, 0, blocks, part, t, True, FMT)
-                low = minimums_of(lower, 0, blocks, part, t, True, FMT)
-                left = _bits(high[0], low[0]) + _bits(high[1], low[1])
-                sums = held[n][3][part]
-                product = multiply_tf32(left, sums[0], multiply_tf32(left, sums[1], product))
-            total = total + (f0 * product[0], f0 * product[1], f1 * product[2], f1 * product[3])  # noqa: RUF005
     return total
 
 
