@@ -42,14 +42,19 @@ def obstacle(model: Transformer, *, dense: bool = False, experts: bool = False) 
     known = _KNOWN_MODULES | (_DENSE_MODULES if dense else set()) | (_EXPERT_MODULES if experts else set())
     if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
         return "a forward hook is registered for all modules"
-    for name, module in model.named_modules():
+    device, dtype = model.device, model.dtype
+    numerics: set[str] = set()
+    for module in model.modules():
+        found = None
         learned = module is model.embed_positions and type(module) in _DENSE_MODULES
         if module is not model and type(module) not in known and not learned:
-            return f"{name} is a {type(module).__name__}"
-        if found := _obstacle_in(module, model):
+            found = f"is a {type(module).__name__}"
+        if found := found or _obstacle_in(module, device, dtype):
+            # names cost more than the rest of the walk
+            name = next(name for name, other in model.named_modules() if other is module)
             return f"{name or 'the model'} {found}"
-    linears = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    numerics = {linear.activations for linear in linears}
+        if type(module) is QuantizedLinear:
+            numerics.add(module.activations)
     if len(numerics) > 1 and not dense:
         return f"the linears differ in activations: {', '.join(sorted(numerics))}"
     return None
@@ -71,26 +76,33 @@ def _expanding(mlp: nn.Module) -> tuple[QuantizedLinear, ...]:
     return (mlp.up_proj,) if isinstance(mlp, MLP) else ()
 
 
-def _obstacle_in(module: nn.Module, model: Transformer) -> str | None:
+def _obstacle_in(module: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What is wrong with a module itself, for a model on ``device`` that computes in ``dtype``.
+
+    It looks into the module's own dictionaries: every request asks this of every module.
+    """
     if module._forward_hooks or module._forward_pre_hooks:
         return "has a forward hook"
     if "forward" in module.__dict__:
         return "has a forward of its own"
     if isinstance(module, Attention) and not _alike(module.q_norm, module.k_norm):
         return "norms q and k in different ways"
-    if isinstance(module, QuantizedEmbedding) and module.dtype != model.dtype:
-        return f"gives {module.dtype}, the model computes in {model.dtype}"
-    for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        if tensor.device != model.device:
-            return f"has its {key} on {tensor.device}, the model is on {model.device}"
-        if not tensor.is_contiguous():
-            return f"has a {key} with gaps (strides {tuple(tensor.stride())})"
-        if isinstance(module, Scores):
-            continue
-        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.dtype != model.dtype:
-            return f"has a {tensor.dtype} {key}, the model computes in {model.dtype}"
-        if tensor.dtype not in (torch.uint8, torch.float32, model.dtype):
-            return f"has a {tensor.dtype} {key}"
+    if isinstance(module, QuantizedEmbedding) and module.dtype != dtype:
+        return f"gives {module.dtype}, the model computes in {dtype}"
+    for owned in (module._parameters, module._buffers):
+        for key, tensor in owned.items():
+            if tensor is None:
+                continue
+            if tensor.device != device:
+                return f"has its {key} on {tensor.device}, the model is on {device}"
+            if not tensor.is_contiguous():
+                return f"has a {key} with gaps (strides {tuple(tensor.stride())})"
+            if tensor.dtype in (torch.uint8, dtype) or isinstance(module, Scores):
+                continue
+            if owned is module._parameters and tensor.is_floating_point():
+                return f"has a {tensor.dtype} {key}, the model computes in {dtype}"
+            if tensor.dtype != torch.float32:
+                return f"has a {tensor.dtype} {key}"
     return None
 
 

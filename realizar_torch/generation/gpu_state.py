@@ -1,6 +1,5 @@
 """What a model needs to decode on a GPU, kept between requests so that addresses and graphs stay valid."""
 
-import itertools
 from typing import Any
 
 from realizar_torch.caller import warn_caller
@@ -101,6 +100,8 @@ class GpuStates:
 
 def _identity(model: Transformer) -> tuple:
     """Changes when a tensor of the model has moved or its numerics or a layout was changed."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    addresses = tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors)
+    # from the dictionaries of the modules: ``parameters()`` takes twice as long, at every request
+    owned = ((module._parameters, module._buffers) for module in model.modules())
+    tensors = (tensor for pair in owned for tensors in pair for tensor in tensors.values())
+    addresses = tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors if tensor is not None)
     return addresses, model.lm_head.activations
