@@ -120,13 +120,15 @@ class PromptGraphs:
         with torch.cuda.device(self._model.device):
             if self._stream is None:
                 self._stream = torch.cuda.Stream()
+                with torch.cuda.stream(self._stream):
+                    # cuBLAS keeps its scratch memory of a stream for ever: it must not come from the pool
+                    one = torch.ones(16, 16, dtype=self._model.dtype, device=self._model.device)
+                    torch.mm(one, one)
             # other threads may allocate meanwhile
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 bucket.work()
-            # the capture stream's lies in the pool, and would outlive it
-            torch._C._cuda_clearCublasWorkspaces()
         self._captures += 1
         return graph
 
