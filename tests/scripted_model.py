@@ -72,7 +72,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> MarkovModel:
     def new_state(model, batch_size, max_positions):
         return SimpleNamespace(batch_size=batch_size, free=max_positions, decoder=None, close=lambda: None)
 
-    def prefill(model, input_ids, attention_mask, state):
+    def prefill(model, input_ids, attention_mask, state, *, cuda_graph):
         model.prefills += 1
         model.mask = attention_mask
         state.free -= input_ids.shape[1]

@@ -46,7 +46,7 @@ def model(monkeypatch):
         model.decoder = graph.DecodeGraph(model, batch_size, cache=cache, workspace=object())
         return SimpleNamespace(cache=cache, decoder=model.decoder, prepare=lambda model: None)
 
-    def fill_row(model, state, row, ids, slot):
+    def fill_row(model, state, row, ids, slot, cuda_graph):
         model.filled.append((row, list(ids), slot))
 
     monkeypatch.setattr(batch_module, "new_state", new_state)

@@ -64,7 +64,7 @@ def model(monkeypatch):
 
         return SimpleNamespace(cache=cache, decoder=model.decoder, close=close)
 
-    def prefill(model, input_ids, attention_mask, state):
+    def prefill(model, input_ids, attention_mask, state, *, cuda_graph):
         state.cache.advance(input_ids.shape[1])
         return model.table[input_ids[:, -1]]
 

@@ -266,7 +266,7 @@ def test_a_step_too_many_is_forgotten(monkeypatch):
         decoder = graph.DecodeGraph(model, batch_size, cache=cache, workspace=object())
         return SimpleNamespace(cache=cache, decoder=decoder, close=decoder.finish)
 
-    def feed(model, input_ids, attention_mask, state):
+    def feed(model, input_ids, attention_mask, state, *, cuda_graph):
         fed.append(input_ids.tolist())
         state.cache.advance(input_ids.shape[1])
         return model.table[input_ids[:, -1]]
