@@ -19,7 +19,7 @@ PARAMS = [
     SamplingParams(True, 0.8, top_p=0.7),
     SamplingParams(True, 2.0, min_p=0.2),
     SamplingParams(True, 0.9, top_p=0.0),
-    SamplingParams(True, 1e-6, top_k=1000, top_p=0.99),
+    SamplingParams(True, 1e-6, top_k=2**70, top_p=0.99),
     SamplingParams(True, 0.9, 40, 0.9, 0.02, 1.2),
 ]
 

@@ -39,7 +39,7 @@ class RowSampling:
         rows = len(self._plain)
         self._plain[:] = [_is_plain(params)] * rows
         _write(self._floats, [_floats(params)] * rows)
-        _write(self._integers, [(params.top_k, 0, 0)] * rows)
+        _write(self._integers, [(self._top_k(params), 0, 0)] * rows)
         if seeds is not None:
             self._integers[:, 1] = seeds
         if seen is None:
@@ -54,7 +54,7 @@ class RowSampling:
         on."""
         self._plain[row] = _is_plain(params)
         _write(self._floats[row], _floats(params))
-        _write(self._integers[row], (params.top_k, seed, chosen))
+        _write(self._integers[row], (self._top_k(params), seed, chosen))
         self._seen[row].zero_()
         if seen is not None:
             self._seen[row].index_fill_(0, seen, True)
@@ -75,6 +75,10 @@ class RowSampling:
         chosen.add_(1)
         self._seen.scatter_(1, token.clamp_min(0), True)
         return token.squeeze(1)
+
+    def _top_k(self, params: SamplingParams) -> int:
+        """All that is more than the vocabulary is as much; an int64 need not hold it."""
+        return min(params.top_k, self._seen.shape[1])
 
 
 def _lowest_kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -41,12 +41,10 @@ class SamplingParams:
             raise FormatError(f"do_sample is {self.do_sample!r}; expected True or False")
         if not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or self.top_k < 0:
             raise FormatError(f"top_k is {self.top_k!r}; expected an integer >= 0 (0 switches it off)")
-        _require(self.temperature, "temperature", "a finite number >= 0 (0 is greedy)", lambda v: v >= 0)
+        _require(self.temperature, "temperature", "a float32 >= 0 (0 is greedy)", lambda v: v >= 0)
         _require(self.top_p, "top_p", "a number from 0 to 1 (1 switches it off)", lambda v: 0 <= v <= 1)
         _require(self.min_p, "min_p", "a number from 0 to 1 (0 switches it off)", lambda v: 0 <= v <= 1)
-        _require(
-            self.repetition_penalty, "repetition_penalty", "a finite number > 0 (1 is off)", lambda v: v > 0
-        )
+        _require(self.repetition_penalty, "repetition_penalty", "a float32 > 0 (1 is off)", lambda v: v > 0)
 
     @property
     def greedy(self) -> bool:
@@ -55,7 +53,8 @@ class SamplingParams:
 
 def _require(value: Any, name: str, expected: str, holds: Callable[[float], bool]) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not holds(value):
+    # what a float32 cannot hold would be an infinity in the product with logits
+    if not is_number or not abs(value) <= torch.finfo(torch.float32).max or not holds(value):
         raise FormatError(f"{name} is {value!r}; expected {expected}")
 
 
