@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from batch_soak import soak
 import realizar_torch as rt
 from realizar_torch.generation import batch as batch_module
 from realizar_torch.generation import batch_request, batch_rows
+from realizar_torch.generation.step import new_state
 
 # fp32 on both sides; logits of size 10 from sums of up to 512 terms in other orders
 TOLERANCE = 2e-4
@@ -156,7 +158,8 @@ def test_the_whole_cache_is_usable(model):
 @pytest.mark.parametrize(
     ("prompt", "options", "error", "message"),
     [
-        ([], {}, rt.FormatError, "input_ids"),
+        ([], {}, rt.FormatError, "at least one"),
+        (b"text", {}, rt.FormatError, "a str"),
         ([5, 10**6], {}, rt.FormatError, "token 1000000"),
         ([[5, 6]], {}, rt.FormatError, "ids"),
         (7, {}, rt.FormatError, "ids"),
@@ -186,6 +189,39 @@ def test_impossible_requests_are_refused(model, prompt, options, error, message)
 def test_impossible_batches_are_refused(model, wrong):
     with pytest.raises(rt.FormatError, match=next(iter(wrong))):
         rt.BatchedGenerator(model, **wrong)
+
+
+def test_a_graph_that_cannot_be_had_is_refused_where_it_is_insisted_on(model, folder):
+    on_cpu = load(folder, "cpu")
+    with pytest.raises(rt.BackendUnavailableError, match="cuda_graph=True: no graph runs on cpu"):
+        rt.BatchedGenerator(on_cpu, cuda_graph=True)
+    state = new_state(model, 2, 16, pooled=False)
+    with (
+        torch.inference_mode(),
+        hooked(model.layers[0].mlp),
+        pytest.warns(UserWarning, match="has a forward hook"),
+        pytest.raises(rt.BackendUnavailableError, match="module by module"),
+    ):
+        batch_rows.rows_of(model, state, True)
+
+
+@contextmanager
+def hooked(module):
+    handle = module.register_forward_hook(lambda *_: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_steps_of_batches_are_dispatches(model):
+    batch = rt.BatchedGenerator(model, max_batch=BATCH)
+    batch.add([5], max_new_tokens=3, eos_token_id=[])
+    steps = 0
+    with rt.record_dispatch() as metrics:
+        while batch.pending:
+            steps += batch.step() or 1
+    assert metrics.summary("decode_step").count == steps
 
 
 def test_texts_and_messages_are_those_of_generate(folder, device):
@@ -282,11 +318,17 @@ def test_an_interrupt_at_any_line_loses_nothing(model, device, alone):
     assert interrupts > 50
 
 
-def test_a_model_that_changed_while_idle_is_noticed(folder, device):
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_model_that_changed_while_idle_is_noticed(folder, device, cancelled):
     model = load(folder, device)
     batch = rt.BatchedGenerator(model, max_batch=BATCH)
     add(batch, 2, device)
     (before,) = batch
+    if cancelled:
+        # idle without another step
+        running = batch.add([5], max_new_tokens=9, eos_token_id=[])
+        batch.step()
+        assert batch.cancel(running) and len(batch.collect()) == 1
     layer = model.layers[0].mlp.down_proj
     rt.unpack(model)
     layer.weight = torch.nn.Parameter(layer.weight.roll(1, 0).contiguous(), requires_grad=False)

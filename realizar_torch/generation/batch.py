@@ -10,6 +10,7 @@ from realizar_torch.errors import FormatError
 from realizar_torch.generation.batch_request import BatchRequest, Completion
 from realizar_torch.generation.batch_rows import Rows, rows_of
 from realizar_torch.generation.options import Options
+from realizar_torch.generation.request import check_cuda_graph
 from realizar_torch.generation.step import new_state
 from realizar_torch.generation.text import Prompt
 from realizar_torch.generation.workspace import MAX_BATCH
@@ -54,8 +55,7 @@ class BatchedGenerator:
             raise FormatError(
                 f"max_seq_len is {max_seq_len!r}; the model was made for 1 to {longest} positions"
             )
-        if cuda_graph not in (True, False, "auto"):
-            raise FormatError(f"cuda_graph is {cuda_graph!r}; expected True, False or 'auto'")
+        check_cuda_graph(cuda_graph, model.device)
         self._model, self._cuda_graph = model, cuda_graph
         self.max_batch, self.max_seq_len = max_batch, positions
         self._state, self._made_for = new_state(model, max_batch, positions, pooled=False), _kind(model)
@@ -97,16 +97,15 @@ class BatchedGenerator:
     def cancel(self, request_id: int) -> bool:
         """Ends a request that waits or runs, with the tokens it has; False if there is none of this id."""
         self._settle()
-        for request in self._waiting:
-            if request.id == request_id:
+        for request in (*self._waiting, *self._seats):
+            if request is not None and request.id == request_id:
                 request.cancelled = True
-                self._waiting.remove(request)
-                self._ended.append(request)
-                return True
-        for row, seat in enumerate(self._seats):
-            if seat is not None and seat.id == request_id:
-                seat.cancelled = True
-                self._retire(row, seat)
+                if request in self._waiting:
+                    self._waiting.remove(request)
+                    self._ended.append(request)
+                else:
+                    self._retire(self._seats.index(request), request)
+                self._rest()
                 return True
         return False
 
@@ -133,10 +132,7 @@ class BatchedGenerator:
                 self._in_flight.append(list(self._seats))
                 if len(self._in_flight) > self._rows.ahead:
                     self._read(self._rows)
-        if not self.pending:
-            # what is still on its way is nobody's
-            self._in_flight.clear()
-            self._rows = None
+        self._rest()
         self._consistent = True
         return self.pending > 0
 
@@ -212,7 +208,14 @@ class BatchedGenerator:
                     self._retire(row, request)
                 elif self._rows is not None:
                     self._place(self._rows, row, request)
+        self._rest()
         self._consistent = True
+
+    def _rest(self) -> None:
+        """Without requests there are no rows, and what is still on its way is nobody's."""
+        if not self.pending:
+            self._in_flight.clear()
+            self._rows = None
 
 
 def _kind(model: Any) -> tuple:

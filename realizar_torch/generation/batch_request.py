@@ -126,13 +126,15 @@ def _is_text(prompt: Any) -> bool:
 
 def _ids(prompt: Any) -> torch.Tensor:
     """The prompt's ids as a tensor [1, T]; make_request checks the rest."""
+    ids: torch.Tensor | None
     if isinstance(prompt, torch.Tensor):
         ids = prompt.cpu()
     else:
         try:
-            ids = torch.tensor(list(prompt))
+            # a list of numbers for Python, but meant as text
+            ids = None if isinstance(prompt, bytes) else torch.tensor(list(prompt))
         except (TypeError, ValueError, RuntimeError):
             ids = None
-    if ids is None or ids.dim() != 1:
-        raise FormatError(f"the prompt is {prompt!r}; expected ids [T], a str or messages")
+    if ids is None or ids.dim() != 1 or len(ids) == 0:
+        raise FormatError(f"the prompt is {prompt!r}; expected ids [T], at least one, a str or messages")
     return ids[None]

@@ -6,6 +6,7 @@ rows; ``read`` gives the tokens of the oldest step not read. HostRows wait for e
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,9 @@ from realizar_torch.generation.gpu_state import GpuState
 from realizar_torch.generation.graph import DecodeGraph
 from realizar_torch.generation.prompt_rows import Piece
 from realizar_torch.generation.sampling import SamplingParams, sample, uniforms
-from realizar_torch.generation.step import DecodeState
+from realizar_torch.generation.step import DecodeState, require_graph
+from realizar_torch.metrics import RECORDING
+from realizar_torch.ops.recording import observe
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Rows(Protocol):
 def rows_of(model: Any, state: DecodeState | GpuState, cuda_graph: bool | str) -> Rows:
     """The rows of a state's cache; it was made for ``model``, which may have changed since."""
     state.prepare(model)
+    require_graph(state, cuda_graph)
     if state.decoder is not None:
         return GraphRows(model, state, state.decoder, cuda_graph)
     return HostRows(model, state)
@@ -124,7 +128,9 @@ class HostRows:
             # rows behind the last busy one need no step
             rows = range(busy[-1] + 1)
             ids = [self._ids[row] if self._texts[row] is not None else [0] for row in rows]
-            logits = fused.run_at(_int64([row[-1] for row in ids]), _int64([len(row) - 1 for row in ids]))
+            tokens, positions = _int64([row[-1] for row in ids]), _int64([len(row) - 1 for row in ids])
+            run, metrics = partial(fused.run_at, tokens, positions), RECORDING.get()
+            logits = run() if metrics is None else observe(metrics, "decode_step", "cpu", run)
             return [logits[row : row + 1] for row in busy]
         return [self._by_modules(row) for row in busy]
 

@@ -69,12 +69,7 @@ def make_request(
     sampling = SamplingParams(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
     if not do_sample and (temperature not in (0, 1) or top_k or top_p != 1 or min_p):
         warn_caller("temperature, top_k, top_p and min_p have no effect without do_sample=True")
-    if cuda_graph not in (True, False, "auto"):
-        raise FormatError(f"cuda_graph is {cuda_graph!r}; expected True, False or 'auto'")
-    if cuda_graph is True and torch.device(model.device).type != "cuda":
-        raise BackendUnavailableError(
-            f"cuda_graph=True: no graph runs on {model.device}; use 'auto' or False"
-        )
+    check_cuda_graph(cuda_graph, model.device)
 
     check_loaded(torch.device(model.device))
     vocab_size = model.config.vocab_size
@@ -139,6 +134,14 @@ def _integer(value: Any, name: str) -> int:
     except TypeError:
         pass
     raise FormatError(f"{name} is {value!r}; expected an integer")
+
+
+def check_cuda_graph(cuda_graph: bool | str, device: torch.device | str) -> None:
+    """FormatError for what is no choice, BackendUnavailableError where True cannot be had."""
+    if cuda_graph not in (True, False, "auto"):
+        raise FormatError(f"cuda_graph is {cuda_graph!r}; expected True, False or 'auto'")
+    if cuda_graph is True and torch.device(device).type != "cuda":
+        raise BackendUnavailableError(f"cuda_graph=True: no graph runs on {device}; use 'auto' or False")
 
 
 def _checked_ids(input_ids: torch.Tensor, vocab_size: int, device: torch.device) -> torch.Tensor:

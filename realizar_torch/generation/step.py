@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from realizar_torch.caller import warn_caller
-from realizar_torch.errors import FormatError
+from realizar_torch.errors import BackendUnavailableError, FormatError
 from realizar_torch.generation import cpu_prompt
 from realizar_torch.generation.cpu_prompt import CpuPrompt
 from realizar_torch.generation.cpu_step import CpuStep, why_not
@@ -72,6 +72,7 @@ def prefill(
     input_ids int [B, T] -> fp32 logits [B, V] of the last position. cuda_graph: as in ``DecodeGraph.begin``.
     """
     state.prepare(model)
+    require_graph(state, cuda_graph)
     if state.fused is not None and state.prompt is not None:
         if input_ids.shape[-1] > 1:
             if isinstance(state, GpuState):
@@ -80,6 +81,15 @@ def prefill(
         model.begin(input_ids, attention_mask, state.cache)
         return state.fused.run(input_ids[:, 0].long())
     return model(input_ids, attention_mask, cache=state.cache, logits_to_keep=1).logits[:, -1]
+
+
+def require_graph(state: DecodeState | GpuState, cuda_graph: bool | str) -> None:
+    """BackendUnavailableError where True insists on a graph and a state, once prepared, has none."""
+    if cuda_graph is True and state.decoder is None:
+        raise BackendUnavailableError(
+            "cuda_graph=True: no graph holds this model, whose decoding runs module by module (a warning "
+            "says why); use 'auto' or False"
+        )
 
 
 def decode_step(model: Transformer, token_ids: Tensor, state: DecodeState | GpuState) -> Tensor:
