@@ -1,5 +1,7 @@
 """GpuLinears: the matrix products of a GPU step, on int8 or fp32 activations in the workspace."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -8,10 +10,10 @@ from realizar_torch.models.transformer import Transformer
 from realizar_torch.nn.attention import Attention
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.nn.mlp import MLP, GatedMLP
-from realizar_torch.ops.cuda import MATVEC_ROWS
+from realizar_torch.ops.cuda import INT8_MATVEC_ROWS, MATVEC_ROWS
 from realizar_torch.reference import ACTIVATION_BLOCK
 
-# int8 (q, scale, sums), or fp32 [B, features]
+# int8 (q, scale, sums), for tensor cores in groups of eight vectors, or fp32 [B, features]
 Activations = tuple[Tensor, Tensor, Tensor] | Tensor
 
 
@@ -20,6 +22,7 @@ class GpuLinears:
 
     def __init__(self, model: Transformer, workspace: Workspace, batch: int, dependent: bool):
         self.int8, self.dependent = model.lm_head.activations == "int8", dependent
+        self.grouped = self.int8 and batch > INT8_MATVEC_ROWS
         self._workspace, self._batch, self._device = workspace, batch, model.device
         self._groups = [slice(i, min(i + MATVEC_ROWS, batch)) for i in range(0, batch, MATVEC_ROWS)]
         one_launch = all(_one_launch(layer.mlp) for layer in model.layers)
@@ -38,9 +41,13 @@ class GpuLinears:
         self, linear: QuantizedLinear, x: Activations, out: Tensor, residual: Tensor | None = None
     ) -> Tensor:
         """out = linear(x) (+ residual, which may be ``out`` itself)."""
+        from realizar_torch.triton_kernels.matmul import matmul_int8
         from realizar_torch.triton_kernels.matvec import matvec, matvec_int8
 
         operands = (linear.stored, linear.fmt, linear.in_features, linear.bias)
+        if self.grouped:
+            kind = {"layout": linear.layout, "dependent": self.dependent}
+            return matmul_int8(*x, self._batch, *operands, residual=residual, out=out, **kind)
         for rows in self._groups:
             options = {
                 "residual": None if residual is None else residual[rows],
@@ -56,21 +63,23 @@ class GpuLinears:
 
     def qkv(self, attention: Attention, x: Activations, out: Tensor) -> None:
         """out = [q(x), k(x), v(x)] with their biases."""
+        from realizar_torch.triton_kernels.matmul_qkv import matmul_qkv_int8
         from realizar_torch.triton_kernels.qkv import qkv_int8
 
         linears = (attention.q_proj, attention.k_proj, attention.v_proj)
         if isinstance(x, tuple):
+            operands = (
+                [linear.stored for linear in linears],
+                [linear.fmt for linear in linears],
+                attention.q_proj.in_features,
+                self._qkv_bias[attention],
+            )
+            kind = {"layouts": [linear.layout for linear in linears], "dependent": self.dependent}
+            if self.grouped:
+                matmul_qkv_int8(*x, self._batch, *operands, out=out, **kind)
+                return
             for rows in self._groups:
-                qkv_int8(
-                    *(part[rows] for part in x),
-                    [linear.stored for linear in linears],
-                    [linear.fmt for linear in linears],
-                    attention.q_proj.in_features,
-                    self._qkv_bias[attention],
-                    layouts=[linear.layout for linear in linears],
-                    out=out[rows],
-                    dependent=self.dependent,
-                )
+                qkv_int8(*(part[rows] for part in x), *operands, out=out[rows], **kind)
             return
         column = 0
         for linear in linears:
@@ -91,6 +100,7 @@ class GpuLinears:
 
     def _gate_up(self, mlp: GatedMLP, x: Activations, out: Tensor) -> None:
         from realizar_torch.triton_kernels.gate_up import gate_up, gate_up_int8
+        from realizar_torch.triton_kernels.matmul_gate_up import matmul_gate_up_int8
 
         gate, up = mlp.gate_proj, mlp.up_proj
         if not _one_launch(mlp):
@@ -100,17 +110,15 @@ class GpuLinears:
             _activate(out, mlp.activation).mul_(self._up)
             return
         weights = (gate.stored, up.stored, gate.fmt, gate.in_features)
+        kind = {"activation": mlp.activation, "layout": gate.layout, "dependent": self.dependent}
+        if self.grouped:
+            matmul_gate_up_int8(*x, self._batch, *weights, out=out, **kind)
+            return
         for rows in self._groups:
-            options = {
-                "activation": mlp.activation,
-                "out": out[rows],
-                "layout": gate.layout,
-                "dependent": self.dependent,
-            }
             if isinstance(x, tuple):
-                gate_up_int8(*(part[rows] for part in x), *weights, **options)
+                gate_up_int8(*(part[rows] for part in x), *weights, out=out[rows], **kind)
             else:
-                gate_up(x[rows], *weights, **options)
+                gate_up(x[rows], *weights, out=out[rows], **kind)
 
     def quantized(self, x: Tensor, reader: QuantizedLinear, activation: str | None = None) -> Activations:
         """``x`` [B, features], activated where told, as ``reader`` takes it: int8, or fp32 as it is."""
@@ -128,7 +136,16 @@ class GpuLinears:
         return buffer.view(-1)[: self._batch * width].view(self._batch, width)
 
     def int8_view(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Room for int8 activations of ``width`` features in the workspace."""
+        from realizar_torch.triton_kernels.grouped import grouped_shapes
+
         work = self._workspace
+        if self.grouped:
+            shapes = zip(
+                (work.quants, work.scales, work.sums), grouped_shapes(self._batch, width), strict=True
+            )
+            q, scale, sums = (buffer.view(-1)[: math.prod(shape)].view(shape) for buffer, shape in shapes)
+            return q, scale, sums
         blocks = width // ACTIVATION_BLOCK
         return (
             self.view(work.quants, width),

@@ -208,8 +208,8 @@ class GpuStep:
         norms = self._head_norms(attention)
         if self._growths is not None:
             self._qkv[:, : config.q_dim].mul_(self._growth[:, None])
-        # the kernel quantizes heads of whole blocks
-        whole = config.head_dim % ACTIVATION_BLOCK == 0
+        # the kernel quantizes heads of whole blocks, each vector by itself
+        whole = config.head_dim % ACTIVATION_BLOCK == 0 and not self._linears.grouped
         inside = self._linears.int8 and whole and attention.o_proj.padded_features == config.q_dim
         out, quantized = decode_attention(
             self._qkv,

@@ -12,6 +12,7 @@ from realizar_torch.reference import ACTIVATION_BLOCK
 MAX_BATCH = 32
 # Widths are padded to the largest activation block, so that kernels may work on whole blocks.
 _WIDTH_MULTIPLE = 256
+_GROUP = 8
 _BUFFERS = ("hidden", "narrow", "wide", "qkv", "logits", "quants", "scales", "sums")
 
 
@@ -30,7 +31,8 @@ class Workspace:
     ``hidden``, ``narrow`` and ``wide`` [B, max(hidden, q_dim, intermediate)] hold the residual stream and the
     activations on their way, ``qkv`` [B, q_dim + 2·kv_dim] the attention inputs, ``logits`` [B, vocab_size]
     the result of a step; ``quants`` int8, ``scales`` [B, width/32] and ``sums`` [B, width/16] quantized
-    activations. Pointers stay valid until ``ensure`` returns True or ``clear`` is called.
+    activations, B in whole groups of eight. Pointers stay valid until ``ensure`` returns True or ``clear`` is
+    called.
     """
 
     hidden: Tensor
@@ -67,9 +69,11 @@ class Workspace:
         self.clear()
         for name in ("hidden", "narrow", "wide"):
             setattr(self, name, self._buffer(batch_size, width))
-        self.quants = self._buffer(batch_size, width, torch.int8)
-        self.scales = self._buffer(batch_size, width // ACTIVATION_BLOCK)
-        self.sums = self._buffer(batch_size, 2 * width // ACTIVATION_BLOCK)
+        # tensor cores take vectors in whole groups
+        rows = -(-batch_size // _GROUP) * _GROUP
+        self.quants = self._buffer(rows, width, torch.int8)
+        self.scales = self._buffer(rows, width // ACTIVATION_BLOCK)
+        self.sums = self._buffer(rows, 2 * width // ACTIVATION_BLOCK)
         self.qkv = self._buffer(batch_size, padded_width(config.q_dim + 2 * config.kv_dim))
         self.logits = self._buffer(batch_size, config.vocab_size)
         self._capacity = batch_size

@@ -1,4 +1,4 @@
-"""The ops on NVIDIA GPUs: Triton kernels for up to eight rows, decoding and torch.matmul beyond.
+"""The ops on NVIDIA GPUs: Triton kernels for up to eight rows (int8: 64), decoding and torch.matmul beyond.
 
 Weights are taken in any layout, at any even address. Without Triton: torch ops, with one warning.
 """
@@ -21,6 +21,8 @@ from realizar_torch.reference import ACTIVATION_BLOCK
 
 # More rows than this leave the memory limit of a matvec; the kernels take no more.
 MATVEC_ROWS = 8
+# More int8 rows than this are a product on tensor cores.
+INT8_MATVEC_ROWS = 4
 
 
 @functools.cache
@@ -45,16 +47,16 @@ def linear(
 ) -> Tensor:
     spec = checks.check_linear(x, weight, fmt, in_features, bias, activations, layout)
     rows, weight = x.reshape(-1, in_features), _addressable(weight)
-    if _matvec_takes(rows):
-        from realizar_torch.triton_kernels import matvec, quantize
+    if activations == "int8" and _int8_takes(rows):
+        from realizar_torch.triton_kernels.quantize import quantize_activations as quantize
 
-        if activations == "int8":
-            q = quantize.quantize_activations(rows, _padded(spec, in_features))
-            y = matvec.matvec_int8(
-                *q, weight, spec.name, in_features, _float(bias), out_dtype=x.dtype, layout=layout
-            )
-        else:
-            y = matvec.matvec(rows, weight, spec.name, in_features, _float(bias), layout=layout)
+        width = _padded(spec, in_features)
+        q = quantize(rows, width, _room(rows, width))
+        y = _int8_product(q, len(rows), weight, spec, in_features, bias, layout, x.dtype)
+    elif _matvec_takes(rows):
+        from realizar_torch.triton_kernels.matvec import matvec
+
+        y = matvec(rows, weight, spec.name, in_features, _float(bias), layout=layout)
     else:
         y = _matmul(rows, weight, spec, bias, layout)
     return y.view(*x.shape[:-1], weight.shape[0])
@@ -75,10 +77,11 @@ def linear_quantized(
     spec = checks.check_linear_quantized(q, scale, sums, weight, fmt, in_features, bias, layout)
     lead, weight = q.shape[:-1], _addressable(weight)
     q, scale, sums = (part.reshape(-1, part.shape[-1]).contiguous() for part in (q, scale, sums))
-    if q.shape[0] <= MATVEC_ROWS:
-        from realizar_torch.triton_kernels.matvec import matvec_int8
+    if _int8_takes(q):
+        from realizar_torch.triton_kernels.grouped import grouped
 
-        y = matvec_int8(q, scale, sums, weight, spec.name, in_features, _float(bias), layout=layout)
+        parts = (q, scale, sums) if len(q) <= INT8_MATVEC_ROWS else grouped(q, scale, sums)
+        y = _int8_product(parts, len(q), weight, spec, in_features, bias, layout, torch.float32)
     else:
         x = q.to(torch.float32) * scale.repeat_interleave(ACTIVATION_BLOCK, -1)
         y = _matmul(x[:, :in_features], weight, spec, bias, layout)
@@ -118,27 +121,27 @@ def dequantize(
 
 
 def norm_linear(*args: Any, **kwargs: Any) -> Tensor:
-    """Two launches for up to eight rows: the norm (with the quantization), the product."""
+    """Two launches for up to eight rows (int8: 64): the norm with the quantization, the product."""
     call = NormLinear(*args, **kwargs)
     if call.fmt is None:
         return bodies.norm_linear(torch_kernels, *args, **kwargs)
     checks.check_norm_linear(call)
     x, bias, layout, in_features = call.x, call.bias, call.layout, call.in_features
     spec, rows, weight = get_packed_format(call.fmt), x.reshape(-1, in_features), _addressable(call.weight)
-    if _matvec_takes(rows):
+    norm = (rows, _float(call.norm_weight), _float(call.norm_bias))
+    kind = {"normalization": call.normalization, "eps": call.eps}
+    if call.activations == "int8" and _int8_takes(rows):
+        from realizar_torch.triton_kernels.quantize import norm_quantize
+
+        width = _padded(spec, in_features)
+        q = norm_quantize(*norm, width=width, out=_room(rows, width), **kind)
+        y = _int8_product(q, len(rows), weight, spec, in_features, bias, layout, x.dtype)
+    elif _matvec_takes(rows):
         from realizar_torch.triton_kernels import matvec, quantize
 
-        norm = (rows, _float(call.norm_weight), _float(call.norm_bias))
-        kind = {"normalization": call.normalization, "eps": call.eps}
-        if call.activations == "int8":
-            q = quantize.norm_quantize(*norm, width=_padded(spec, in_features), **kind)
-            y = matvec.matvec_int8(
-                *q, weight, spec.name, in_features, _float(bias), out_dtype=x.dtype, layout=layout
-            )
-        else:
-            normed = quantize.normalize(*norm, **kind)
-            y = x.new_empty(rows.shape[0], weight.shape[0])
-            matvec.matvec(normed, weight, spec.name, in_features, _float(bias), out=y, layout=layout)
+        normed = quantize.normalize(*norm, **kind)
+        y = x.new_empty(rows.shape[0], weight.shape[0])
+        matvec.matvec(normed, weight, spec.name, in_features, _float(bias), out=y, layout=layout)
     else:
         normed = normalize(rows, call.norm_weight, call.norm_bias, call.normalization, call.eps)
         y = _matmul(normed.to(x.dtype), weight, spec, bias, layout)
@@ -153,6 +156,39 @@ def _matmul(x: Tensor, weight: Tensor, spec: BlockFormat, bias: Tensor | None, l
     packed = packed_rows(weight, spec.name, x.shape[1], layout)
     y = decoded_matmul(x, [packed], x.new_empty(x.shape[0], packed.rows))
     return y if bias is None else y.add_(bias.to(y.dtype))
+
+
+def _int8_product(
+    q: tuple[Tensor, Tensor, Tensor],
+    count: int,
+    weight: Tensor,
+    spec: BlockFormat,
+    in_features: int,
+    bias: Tensor | None,
+    layout: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Of ``count`` quantized rows, grouped where they are more than INT8_MATVEC_ROWS."""
+    from realizar_torch.triton_kernels.matmul import matmul_int8
+    from realizar_torch.triton_kernels.matvec import matvec_int8
+
+    operands = (weight, spec.name, in_features, _float(bias))
+    if count <= INT8_MATVEC_ROWS:
+        return matvec_int8(*q, *operands, out_dtype=dtype, layout=layout)
+    return matmul_int8(*q, count, *operands, out_dtype=dtype, layout=layout)
+
+
+def _room(rows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Where the int8 form of ``rows`` goes; None: rows as they come."""
+    from realizar_torch.triton_kernels.grouped import empty_grouped
+
+    return None if len(rows) <= INT8_MATVEC_ROWS else empty_grouped(len(rows), width, rows.device)
+
+
+def _int8_takes(rows: Tensor) -> bool:
+    from realizar_torch.triton_kernels.configs import MATMUL_ROWS
+
+    return len(rows) <= MATMUL_ROWS and rows.dtype != torch.float64
 
 
 def _matvec_takes(rows: Tensor) -> bool:
