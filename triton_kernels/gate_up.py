@@ -14,7 +14,7 @@ from realizar_torch.triton_kernels.launch import (
     packed_rows,
     same_device,
 )
-from realizar_torch.triton_kernels.matvec import check_int8, output_tensor
+from realizar_torch.triton_kernels.matvec import FLOAT_VECTORS, check_int8, output_tensor
 from realizar_torch.triton_kernels.primitives import cast, release_successor, wait_for_predecessor
 from realizar_torch.triton_kernels.row_sums import (
     float_sums,
@@ -94,13 +94,24 @@ def _gate_up_int8_kernel(
 
 @triton.jit
 def _gate_up_float_kernel(
-    gate, gate_stride, up, up_stride, n_rows, blocks, x, in_features, out,
+    gate, gate_stride, up, up_stride, n_rows, blocks, x, in_features, out, vectors,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     CB: tl.constexpr,
-    WHOLE: tl.constexpr, RAGGED: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
+    WHOLE: tl.constexpr, RAGGED: tl.constexpr, ACTIVATION: tl.constexpr, GROUPED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """As the int8 kernel, with float activations ``x [M, in_features]``."""
-    first_row = tl.program_id(0) * BN
+    """As the int8 kernel, with float activations ``x [M, in_features]``.
+
+    GROUPED: a program for every M of ``vectors``, as in matvec.py.
+    """
+    program = tl.program_id(0)
+    if GROUPED:
+        parts = tl.cdiv(vectors, M)
+        # the last one may store a vector again: the same bits
+        start = tl.minimum(program % parts * M, vectors - M)
+        program = program // parts
+        x, out = x + start * in_features, out + start * n_rows
+    first_row = program * BN
     groups = pair_pointers(gate, gate_stride, up, up_stride, first_row, n_rows, ALIGN, BN)
     total = float_sums(groups, blocks, x, in_features, FMT, PLANAR, ALIGN, M, CB, WHOLE, RAGGED, DEPENDENT)
     release_successor(DEPENDENT)
@@ -170,13 +181,16 @@ def gate_up(
     check_activation(activation)
     if result.numel() == 0:
         return result
-    shape = launch or choose(fmt, first.rows, in_features, flat.shape[0], "float")
+    vectors, together = flat.shape[0], min(flat.shape[0], FLOAT_VECTORS)
+    shape = launch or choose(fmt, first.rows, in_features, together, "float")
+    grid = (triton.cdiv(first.rows, shape.rows) * triton.cdiv(vectors, together),)
     with on_device(device):
-        _gate_up_float_kernel[(triton.cdiv(first.rows, shape.rows),)](
+        _gate_up_float_kernel[grid](
             gate, first.stride, up, second.stride, first.rows, first.blocks, flat, in_features, result,
-            FMT=fmt, PLANAR=first.planar, ALIGN=align, M=flat.shape[0], BN=shape.rows, CB=shape.blocks,
+            vectors,
+            FMT=fmt, PLANAR=first.planar, ALIGN=align, M=together, BN=shape.rows, CB=shape.blocks,
             WHOLE=first.blocks % shape.blocks == 0, RAGGED=in_features % first.fmt.block_size != 0,
-            ACTIVATION=activation, DEPENDENT=dependent,
+            ACTIVATION=activation, GROUPED=vectors > together, DEPENDENT=dependent,
             num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result
