@@ -71,9 +71,9 @@ def launches(batch: int) -> list[AnyLaunch]:
         held += [StationaryLaunch(2, 16, 132, 128, 4), StationaryLaunch(2, 8, 132, 255, 4)]
     return held + [
         MatmulLaunch(tiles, columns, warps)
-        for tiles, columns, warps in itertools.product((1, 2), sorted(widths), (4, 8, 16))
-        # registers: 64 Ki per multiprocessor, 255 a thread
-        if tiles * columns <= (2 if warps == 16 else 8)
+        for tiles, columns, warps in itertools.product((1, 2), sorted(widths), (2, 4, 8))
+        # 255 registers a thread
+        if tiles * columns <= 8
     ]
 
 
