@@ -119,6 +119,26 @@ def test_dense_experts_under_autocast(rows):
     assert y.dtype == torch.float32 and (y - expected).abs().max() < 2**-6 * 12
 
 
+def test_autocast_decides_on_no_route():
+    """Scores that bfloat16 cannot tell apart."""
+    router = Scores(torch.tensor([[1.0, 2**-12], [1.0, -(2**-12)]]))
+    for sign in (1.0, -1.0):
+        x = torch.tensor([[1.0, sign]])
+        with torch.autocast("cpu", torch.bfloat16):
+            scores, compiled = router(x), torch.compile(router, backend="aot_eager", fullgraph=True)(x)
+        assert torch.equal(scores, router(x)) and torch.equal(compiled, scores)
+        assert scores.dtype == torch.float32 and scores[0, 0] - scores[0, 1] == sign * 2**-11
+
+
+def test_no_rows_and_no_experts(packed_file):
+    part = load_packed(packed_file).layers[0].mlp.experts.up_proj
+    x, experts = torch.zeros(2, 0, 1, 96), torch.zeros(2, 0, 3, dtype=torch.int64)
+    for module in (part, DenseExperts(part.dequantize())):
+        assert module(x, experts).shape == (2, 0, 3, part.out_features)
+    with pytest.raises(FormatError, match=r"shape .0, 96, 102., expected .experts, rows, row_bytes"):
+        QuantizedExperts(part.weight[:0], 96, "Q8_0")
+
+
 def test_quantize_model_packs_dense_experts():
     """As quantize= would have; the router stays as it is."""
     model = load("mixtral")

@@ -1,5 +1,6 @@
 """A mixture of experts in the place of an MLP: a router sends each token through a few gated MLPs of many."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from realizar_torch.errors import FormatError
 from realizar_torch.nn import packed
 from realizar_torch.nn.layout import PackedModule
 from realizar_torch.nn.mlp import GatedMLP, activation_of
+from realizar_torch.ops.autocast import autocasts
 from realizar_torch.ops.grouping import by_expert
 from realizar_torch.ops.normalization import compute_dtype
 
@@ -25,7 +27,7 @@ class QuantizedExperts(PackedModule):
     def __init__(self, blocks: Tensor, in_features: int, fmt: str, *, activations: str = "float") -> None:
         super().__init__()
         packed.check_activations(activations)
-        if blocks.ndim != 3:
+        if blocks.ndim != 3 or 0 in blocks.shape:
             raise FormatError(f"blocks have shape {list(blocks.shape)}, expected [experts, rows, row_bytes]")
         packed.wrap_blocks(blocks[0], in_features, fmt)
         self.num_experts, self.out_features, _ = blocks.shape
@@ -79,7 +81,7 @@ class DenseExperts(nn.Module):
             products = [functional.linear(rows[span], weight[expert]) for expert, span in spans]
             y = torch.cat(products)[order.argsort()]
         # autocast computes in its own dtype
-        return y.to(x.dtype).view(*experts.shape, -1)
+        return y.to(x.dtype).view(*experts.shape, weight.shape[1])
 
     def extra_repr(self) -> str:
         experts, out_features, in_features = self.weight.shape
@@ -110,7 +112,7 @@ class GatedExperts(nn.Module):
 
 
 class Scores(nn.Module):
-    """A small linear without bias, computed in float32 whatever the model's dtype: it decides on routes.
+    """A small linear without bias, in float32 whatever the dtype of model or autocast: it decides on routes.
 
     ``weight [out_features, in_features]``, any float type; no nn.Linear, which would be quantized as one.
     """
@@ -122,7 +124,9 @@ class Scores(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> float32 (float64 for float64) [..., out_features]."""
         dtype = compute_dtype(x.dtype)
-        return functional.linear(x.to(dtype), self.weight.to(dtype))
+        exact = torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()
+        with exact:
+            return functional.linear(x.to(dtype), self.weight.to(dtype))
 
     def extra_repr(self) -> str:
         return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
