@@ -106,40 +106,41 @@ def test_products_of_many_rows_add_their_biases(tmp_path, monkeypatch):
     assert (found - expected).abs().max() <= TOLERANCE
 
 
-def test_products_of_few_rows_on_int8_activations(tmp_path, monkeypatch):
-    """One weight, three with biases, and a gated pair, against float64 of what int8 stands for."""
+def rms(x):
+    return float(x.square().mean().sqrt())
+
+
+def test_few_rows_take_int8_activations_as_the_modules_do(tmp_path, monkeypatch):
+    """Products of 9 to 64 rows on packed weights are as near to the exact logits as those of the modules."""
     monkeypatch.setattr(gpu_product, "MATVEC_ROWS", 8)
-    layer = load(tmp_path, "llama", "int8").layers[0]
-    (tmp_path / "pair").mkdir()
-    # biases would part the pair
-    mlp = load(tmp_path / "pair", "llama-divisors", "int8").layers[0].mlp
-    attention = layer.self_attn
-    generator = torch.Generator().manual_seed(1)
-
-    def exact(x, linears):
-        q = quantize_activations(x.cpu().float(), linears[0].fmt)
-        held = (q.q.double().view(len(x), -1, 32) * q.scale.double()[..., None]).flatten(1)
-        parts = []
-        for linear in linears:
-            part = held[:, : linear.in_features] @ linear.dequantize(torch.float64).cpu().T
-            parts.append(part if linear.bias is None else part + linear.bias.cpu().double())
-        return torch.cat(parts, 1)
-
+    ids, model, quantized = ids_of(1, 9), load(tmp_path, "llama-divisors", "int8"), []
     with torch.inference_mode():
-        for linears in ((attention.o_proj,), (attention.q_proj, attention.k_proj, attention.v_proj)):
-            x = torch.randn(11, linears[0].in_features, generator=generator).to(DEVICE)
-            product = gpu_product.GpuProduct(*linears)
-            found = product(x, x.new_empty(11, product.out_features)).cpu().double()
-            expected = exact(x, linears)
-            assert ((found - expected).abs() <= TOLERANCE).all()
-        pair = (mlp.gate_proj, mlp.up_proj)
-        x = torch.randn(11, pair[0].in_features, generator=generator).to(DEVICE)
-        product = gpu_product.GpuProduct(*pair)
-        room = x.new_full((11, product.out_features), torch.nan)
-        found = product.gated(x, room, x.new_empty(11, product.out_features // 2), "silu").cpu().double()
-        gate, up = exact(x, pair).chunk(2, 1)
-        expected = torch.nn.functional.silu(gate) * up
-        assert ((found - expected).abs() <= TOLERANCE).all()
+        exact = load(tmp_path, "llama-divisors")(ids, logits_to_keep=1).logits[:, -1].cpu()
+        on_cpu = load(tmp_path, "llama-divisors", "int8").cpu()
+        modules = on_cpu(ids.cpu(), logits_to_keep=1).logits[:, -1]
+    multiply = gpu_product.GpuProduct._quantized
+    monkeypatch.setattr(
+        gpu_product.GpuProduct, "_quantized", lambda self, x: quantized.append(x) or multiply(self, x)
+    )
+    found = run(model, ids).cpu()
+    # four products of every layer but the last, which follows one row
+    assert len(quantized) == 4 * (len(model.layers) - 1) + 1
+    assert 0 < rms(found - exact) <= 1.5 * rms(modules - exact)
+
+
+def test_biases_of_few_rows_on_int8_activations(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_product, "MATVEC_ROWS", 8)
+    attention = load(tmp_path, "llama", "int8").layers[0].self_attn
+    linears = (attention.q_proj, attention.k_proj, attention.v_proj)
+    x = torch.randn(9, linears[0].in_features, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    q = quantize_activations(x.cpu(), "Q8_0")
+    exact = (q.q.double().view(9, -1, 32) * q.scale.double()[..., None]).flatten(1)
+    with torch.inference_mode():
+        product = gpu_product.GpuProduct(*linears)
+        found = product(x, x.new_empty(9, product.out_features)).cpu()
+        weights = [linear.dequantize(torch.float64).cpu() for linear in linears]
+        biases = torch.cat([linear.bias for linear in linears]).cpu()
+        assert ((found - (exact @ torch.cat(weights).T + biases)).abs() <= TOLERANCE).all()
 
 
 def test_a_long_prompt_in_passes_equals_the_whole(tmp_path, monkeypatch):

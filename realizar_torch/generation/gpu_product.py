@@ -1,12 +1,16 @@
 """GpuProduct: the packed linears that read one input, as one product of many rows."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.ops.cuda import MATVEC_ROWS
+
+# floats [M, in_features], or where they are taken (q, scale, sums) in groups of eight vectors
+Activations = Any
 
 
 class GpuProduct:
@@ -23,21 +27,22 @@ class GpuProduct:
         self._weights = [
             packed_rows(linear.stored, linear.fmt, linear.in_features, linear.layout) for linear in linears
         ]
-        self._int8 = all(linear.activations == "int8" for linear in linears)
+        self.width = linears[0].padded_features
         self.out_features = sum(linear.out_features for linear in linears)
-        # a pair of one format makes act(gate) * up in one launch
         first, last = linears[0], linears[-1]
         alike = (first.fmt, first.layout) == (last.fmt, last.layout)
-        self._pair = len(linears) == 2 and alike and first.bias is None and last.bias is None
+        # a pair must make act(gate) * up in one launch
+        one_launch = len(linears) != 2 or (alike and first.bias is None and last.bias is None)
+        self._int8 = one_launch and all(linear.activations == "int8" for linear in linears)
 
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+    def __call__(self, x: Activations, out: Tensor) -> Tensor:
         """x [M, in_features] -> out [M, out_features], of one float dtype."""
         from realizar_torch.triton_kernels.decoded import decoded_matmul
 
-        if len(x) <= MATVEC_ROWS:
-            return torch.cat([linear(x) for linear in self._linears], dim=1, out=out)
-        if self._takes_int8(len(x)) and len(self._linears) != 2:
+        if self.takes_int8(len(out)):
             self._multiply_int8(x, out)
+        elif len(out) <= MATVEC_ROWS:
+            return torch.cat([linear(x) for linear in self._linears], dim=1, out=out)
         else:
             decoded_matmul(x, self._weights, out)
         column = 0
@@ -47,19 +52,31 @@ class GpuProduct:
             column += linear.out_features
         return out
 
-    def gated(self, x: Tensor, pair: Tensor, out: Tensor, activation: str) -> Tensor:
+    def gated(self, x: Activations, pair: Tensor, out: Tensor, activation: str) -> Tensor:
         """act(W0·x) * (W1·x) -> out [M, out_features / 2], by way of ``pair`` [M, out_features]."""
         from realizar_torch.triton_kernels.gated import gated
         from realizar_torch.triton_kernels.matmul_gate_up import matmul_gate_up_int8
 
-        if len(x) <= MATVEC_ROWS or not (self._pair and self._takes_int8(len(x))):
+        if not self.takes_int8(len(out)):
             return gated(self(x, pair), out, activation=activation)
         gate, up = self._linears
         operands = (gate.stored, up.stored, gate.fmt, gate.in_features)
         kind = {"activation": activation, "layout": gate.layout, "out": out}
-        return matmul_gate_up_int8(*self._quantized(x), len(x), *operands, **kind)
+        return matmul_gate_up_int8(*self._quantized(x), len(out), *operands, **kind)
 
-    def _multiply_int8(self, x: Tensor, out: Tensor) -> None:
+    def takes_int8(self, rows: int) -> bool:
+        """Whether so many rows are multiplied as int8, which a norm may then give: see ``int8_room``."""
+        from realizar_torch.triton_kernels.configs import MATMUL_ROWS
+
+        return self._int8 and MATVEC_ROWS < rows <= MATMUL_ROWS
+
+    def int8_room(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """(q, scale, sums) for ``rows`` vectors, uninitialised."""
+        from realizar_torch.triton_kernels.grouped import empty_grouped
+
+        return empty_grouped(rows, self.width, device)
+
+    def _multiply_int8(self, x: Activations, out: Tensor) -> None:
         from realizar_torch.triton_kernels.matmul import matmul_int8
         from realizar_torch.triton_kernels.matmul_qkv import matmul_qkv_int8
 
@@ -67,21 +84,16 @@ class GpuProduct:
         quantized = self._quantized(x)
         if len(self._linears) == 1:
             operands = (first.stored, first.fmt, first.in_features)
-            matmul_int8(*quantized, len(x), *operands, out=out, layout=first.layout)
+            matmul_int8(*quantized, len(out), *operands, out=out, layout=first.layout)
             return
         weights, fmts, layouts = zip(
             *((one.stored, one.fmt, one.layout) for one in self._linears), strict=True
         )
-        matmul_qkv_int8(*quantized, len(x), weights, fmts, first.in_features, layouts=layouts, out=out)
+        matmul_qkv_int8(*quantized, len(out), weights, fmts, first.in_features, layouts=layouts, out=out)
 
-    def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        from realizar_torch.triton_kernels.grouped import empty_grouped
+    def _quantized(self, x: Activations) -> tuple[Tensor, Tensor, Tensor]:
         from realizar_torch.triton_kernels.quantize import quantize_activations
 
-        width = self._linears[0].padded_features
-        return quantize_activations(x, width, empty_grouped(len(x), width, x.device))
-
-    def _takes_int8(self, rows: int) -> bool:
-        from realizar_torch.triton_kernels.configs import MATMUL_ROWS
-
-        return self._int8 and rows <= MATMUL_ROWS
+        if isinstance(x, tuple):
+            return x
+        return quantize_activations(x, self.width, self.int8_room(len(x), x.device))

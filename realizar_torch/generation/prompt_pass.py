@@ -1,9 +1,11 @@
 """PromptPass: rows of prompts through all layers of a model, as launches on given memory."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from realizar_torch.generation.gpu_product import GpuProduct
+from realizar_torch.generation.gpu_product import Activations, GpuProduct
 from realizar_torch.generation.prompt_rows import Rows
 from realizar_torch.models.transformer import Block, Transformer
 from realizar_torch.nn.attention import Attention
@@ -81,7 +83,7 @@ class PromptPass:
         addition: Tensor | None = None
         last = len(model.layers) - 1
         for index, (layer, products) in enumerate(model.layers):
-            normed = self._norm(layer.attn_norm, addition)
+            normed = self._norm(layer.attn_norm, addition, products.qkv)
             qkv = products.qkv(normed, self._part("qkv"))
             self._place(
                 index, layer.self_attn, qkv, local_angles if model.config.is_sliding(index) else angles
@@ -110,17 +112,23 @@ class PromptPass:
             window=self._model.config.window(index) or 0,
         )
         projected = products.output(attended.flatten(1), self._part("projected"))
-        normed = self._norm(layer.mlp_norm, self._normed(layer.post_attn_norm, projected))
+        normed = self._norm(layer.mlp_norm, self._normed(layer.post_attn_norm, projected), products.gate_up)
         pair, wide = self._part("pair"), self._part("wide")
         hidden = products.gate_up.gated(normed, pair, wide, layer.mlp.activation)
         return self._normed(layer.post_mlp_norm, products.down(hidden, self._part("projected")))
 
-    def _norm(self, norm: RMSNorm, addition: Tensor | None) -> Tensor:
-        """The norm of the residual stream, after adding to it."""
-        narrow = self._part("narrow")
-        if addition is None:
-            return _normalized(norm, self._stream, narrow)
-        return _normalized(norm, addition, narrow, residual=self._stream, total=self._stream)
+    def _norm(self, norm: RMSNorm, addition: Tensor | None, reader: GpuProduct) -> Activations:
+        """The norm of the residual stream, after adding to it, as ``reader`` takes it."""
+        from realizar_torch.triton_kernels.quantize import norm_quantize
+
+        source, added = self._stream, {}
+        if addition is not None:
+            source, added = addition, {"residual": self._stream, "total": self._stream}
+        if not reader.takes_int8(self._rows):
+            return _normalized(norm, source, self._part("narrow"), **added)
+        room = reader.int8_room(self._rows, source.device)
+        options = _kind(norm) | added
+        return norm_quantize(source, norm.weight, norm.bias, width=reader.width, out=room, **options)
 
     def _normed(self, norm: RMSNorm | None, x: Tensor) -> Tensor:
         return x if norm is None else _normalized(norm, x, torch.empty_like(x))
@@ -160,5 +168,8 @@ class PromptPass:
 def _normalized(norm: RMSNorm, x: Tensor, out: Tensor, **added: Tensor) -> Tensor:
     from realizar_torch.triton_kernels.quantize import normalize
 
-    kind = {"normalization": norm.normalization, "eps": norm.eps, "zero_centered": norm.zero_centered}
-    return normalize(x, norm.weight, norm.bias, out=out, **kind, **added)
+    return normalize(x, norm.weight, norm.bias, out=out, **_kind(norm), **added)
+
+
+def _kind(norm: RMSNorm) -> dict[str, Any]:
+    return {"normalization": norm.normalization, "eps": norm.eps, "zero_centered": norm.zero_centered}
