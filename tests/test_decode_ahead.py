@@ -21,12 +21,14 @@ class TableStep:
         self.positions = torch.zeros(cache.batch_size, dtype=torch.int32)
         self.moving = torch.ones(cache.batch_size, dtype=torch.int32)
         self.logits = torch.zeros(cache.batch_size, VOCAB)
+        self._position = -1
 
     def refresh(self):
         pass
 
     def place(self):
-        self.positions.fill_(self.cache.length)
+        if self._position != self.cache.length:
+            self.positions.fill_(self.cache.length)
 
     def launch(self):
         assert self.positions.tolist() == [self.cache.length] * len(self.tokens)
@@ -35,6 +37,7 @@ class TableStep:
 
     def advance(self):
         self.cache.advance(1)
+        self._position = self.cache.length
 
 
 def put_table_in_place_of_the_step(monkeypatch):
@@ -81,6 +84,16 @@ def test_greedy_follows_the_table_and_issues_no_step_too_many(model):
     ids = generate(model, torch.tensor([[5], [9]]), 12, eos_token_id=[])
     assert ids[:, 1:].tolist() == [model.chain(5, 12), model.chain(9, 12)]
     assert model.decoder.stats.eager_steps == 11 and model.closed == 1
+
+
+def test_a_sequence_begins_after_rows_that_were_placed(model):
+    generate(model, torch.tensor([[5]]), 4, eos_token_id=[])
+    decoder, start = model.decoder, model.decoder.cache.length
+    decoder.begin_rows(cuda_graph=False)
+    decoder.begin(model.table[[9]], cuda_graph=False)
+    decoder.issue()
+    assert decoder.read() + decoder.read() == model.chain(9, 2)
+    assert decoder.step.positions.tolist() == [start + 1]
 
 
 def test_a_stop_wastes_one_step(model):

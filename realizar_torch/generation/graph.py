@@ -103,6 +103,9 @@ class DecodeGraph:
         self._sampling.fill(sampling, seeds, seen)
         self._wanted = cuda_graph
         self.step.refresh()
+        # rows that were placed one by one have left their own
+        self.step.positions.fill_(self.cache.length)
+        self.step.moving.fill_(1)
         self._issued = self._read = 0
         self._choose(logits.contiguous())
         self._send()
