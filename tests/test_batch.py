@@ -138,6 +138,17 @@ def test_first_come_first_served(model):
     assert [done.id for done in batch] == [14, 15, 16, 17, 18, 11, 12, 13]
 
 
+def test_requests_that_follow_a_completion_are_iterated_over(model):
+    batch, counts = rt.BatchedGenerator(model, max_batch=BATCH), [2, 0, 3, 0, 0]
+    batch.add([5], max_new_tokens=0)
+    lengths = []
+    for done in batch:
+        lengths.append(len(done.token_ids))
+        if counts:
+            batch.add([5], max_new_tokens=counts.pop(0), eos_token_id=[])
+    assert lengths == [0, 2, 0, 3, 0, 0]
+
+
 def test_what_can_never_fit_is_refused_before_any_compute(model, monkeypatch):
     batch = rt.BatchedGenerator(model, max_batch=BATCH, max_seq_len=32)
     monkeypatch.setattr(batch_module, "rows_of", None)

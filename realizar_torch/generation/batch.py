@@ -144,10 +144,11 @@ class BatchedGenerator:
         return completions
 
     def __iter__(self) -> Iterator[Completion]:
-        """Steps until no request is left; gives each completion as soon as it is there."""
-        more = True
-        while more:
-            more = self.step()
+        """Steps until no request is left, of those added meanwhile either; gives each completion as soon as
+        it is there."""
+        # the consumer may add some
+        while self.pending or self._ended:
+            self.step()
             while self._ended:
                 yield self._ended.popleft().completion
 
