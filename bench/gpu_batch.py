@@ -24,7 +24,7 @@ from torch import Tensor
 from realizar_torch.generation.batch import BatchedGenerator
 from realizar_torch.generation.batch_rows import Text, fill_row, rows_of
 from realizar_torch.generation.causal_lm import CausalLM
-from realizar_torch.generation.gpu_step import GpuStep
+from realizar_torch.generation.gpu_linears import GpuLinears
 from realizar_torch.generation.sampling import SamplingParams
 from realizar_torch.generation.step import new_state
 
@@ -33,8 +33,8 @@ PROMPT, NEW, CAPACITY, CHECKED = 128, 128, 384, 3
 # gpu_decode.py allows 0.15 from exact numerics
 TOLERANCE = 0.1
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.9}
-# kernels that a worker compiles: those of the GpuStep methods that the other workers leave out
-PARTS = ("_project_qkv", "_gate_up", "_linear")
+# kernels that a worker compiles: those of the GpuLinears methods that the other workers leave out
+PARTS = ("qkv", "_gate_up", "linear")
 
 
 def prompts(count: int, vocab: int) -> list[list[int]]:
@@ -50,7 +50,7 @@ def _compile(job: tuple[str, int, str]) -> None:
     """Fills the kernel cache from a worker process: eight layers, which have both mixes of formats."""
     name, rows, part = job
     SHAPES["short"] = dataclasses.replace(SHAPES[name], layers=8)
-    others = [mock.patch.object(GpuStep, other, lambda *_, **__: None) for other in PARTS if other != part]
+    others = [mock.patch.object(GpuLinears, other, lambda *_, **__: None) for other in PARTS if other != part]
     model = load("short")
     state = new_state(model, rows, CAPACITY, pooled=False)
     with torch.inference_mode(), others[0], others[1]:
