@@ -162,6 +162,18 @@ class TestTriton:
         found = wrong(check_kernels(Shapes((Matrix("Q6_K", 5, 256), Matrix("Q5_0", 3, 64))), self.device))
         assert found == {("matvec int8", "Q6_K")}
 
+    def test_lost_norms_of_heads_are_found(self, model, monkeypatch):
+        from realizar_torch.diagnosis import attention_checks
+
+        config, right = shapes_of(open_gguf(model)).config, attention_checks.decode_attention
+
+        def without_one(*args, k_norm, **options):
+            return right(*args, k_norm=torch.ones_like(k_norm), **options)
+
+        assert config.arch.qk_norm == "head"
+        monkeypatch.setattr(attention_checks, "decode_attention", without_one)
+        assert wrong([next(attention_checks.check_attention(config, self.device))])
+
     @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels are not patched")
     def test_a_wrong_rotation_is_found(self, model, monkeypatch):
         from realizar_torch.diagnosis import attention_checks

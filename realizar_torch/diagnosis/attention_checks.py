@@ -9,6 +9,7 @@ from torch import Tensor
 from realizar_torch import reference
 from realizar_torch.diagnosis.parity import Parity, share
 from realizar_torch.models.config import ModelConfig
+from realizar_torch.ops.normalization import normalize
 from realizar_torch.triton_kernels.attention import decode_attention
 
 _CAPACITY = 320
@@ -18,6 +19,7 @@ _POSITIONS = (0, 131, _CAPACITY - 1)
 # values up to 5
 _ALLOWED = {torch.float32: 5e-6, torch.bfloat16: 3e-2}
 _ROTATION_ERROR = 1e-5
+_EPS = 1e-6
 
 
 def check_attention(config: ModelConfig, device: torch.device) -> Iterator[Parity]:
@@ -46,6 +48,9 @@ class _Case:
         self.k, self.v = (normal(batch, config.num_kv_heads, _CAPACITY, dim).to(dtype) for _ in "kv")
         angles = 3 * torch.rand(_CAPACITY, config.rotary_dim // 2, generator=generator).to(device)
         self.cos, self.sin = angles.cos(), angles.sin()
+        gains = {name: 1 + 0.1 * normal(dim) for name in ("q_norm", "k_norm")}
+        # other norms are launches of their own
+        self.gains = gains if config.arch.qk_norm == "head" else {}
         # scores of size 1
         self.scale = dim**-0.5
 
@@ -57,6 +62,7 @@ class _Case:
         out, int8 = decode_attention(
             self.qkv, self.k, self.v, self.positions, self.cos, self.sin,
             scale=self.scale, window=self.window, softcap=config.attention_softcap, quantize=quantize,
+            eps=_EPS, **self.gains,
         )  # fmt: skip
         error = share(out, self._expected(q, before, k, v), _ALLOWED[self.dtype])
         # one rounding to the cache's type, of values up to 5
@@ -77,10 +83,15 @@ class _Case:
         return Parity(out.device.type, "attention", kind, shape, len(out), error)
 
     def _new_heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Turned q and k and the new v, float64 ``[batch, heads, dim]``."""
+        """Normed and turned q and k and the new v, float64 ``[batch, heads, dim]``."""
         config = self.config
         counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         q, k, v = self.qkv.double().view(len(self.qkv), -1, config.head_dim).split(counts, 1)
+        if self.gains:
+            q, k = (
+                normalize(x, gain.double(), None, "rmsnorm", _EPS)
+                for x, gain in zip((q, k), self.gains.values(), strict=True)
+            )
         turn = torch.complex(self.cos.double(), self.sin.double())[self.positions][:, None]
 
         def turned(x: Tensor) -> Tensor:
