@@ -28,7 +28,8 @@ class BatchedGenerator:
     First come, first served: a request is prefilled into the first row that is free, while the others keep
     theirs, and leaves it when it ends. Every row has its own position, stop, sampling parameters and random
     numbers; for one ``max_batch`` and ``max_seq_len`` a request gets the same tokens, bit for bit, whatever
-    its row, its neighbours and the order they came in. Logits that are not finite end that request alone, with an error.
+    its row, its neighbours and the order they came in. Logits that are not finite end that request alone,
+    with an error.
 
     max_batch: 1 to 32 rows. max_seq_len: positions of each, prompt and new tokens; None: the model's. The
     keys and values of all of them are allocated here. cuda_graph: as in ``model.generate``.
