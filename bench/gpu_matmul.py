@@ -17,15 +17,14 @@ import torch
 from gpu_matvec import SHAPES, Case, graph_time, layout_of, random_weight, read_bandwidth
 
 from realizar_torch import packing
-from realizar_torch.triton_kernels.configs import MatmulLaunch, StationaryLaunch, choose_matmul
+from realizar_torch.triton_kernels.configs import MatmulLaunch, choose_matmul
 from realizar_torch.triton_kernels.grouped import Int8Activations, empty_grouped, grouped
 from realizar_torch.triton_kernels.matmul import matmul_int8
 from realizar_torch.triton_kernels.matvec import matvec_int8
 from realizar_torch.triton_kernels.quantize import quantize_activations
 
 # format, in_features, batch, launch shape (None: the one of choose_matmul for these rows), rows
-AnyLaunch = MatmulLaunch | StationaryLaunch
-Job = tuple[str, int, int, AnyLaunch | None, int]
+Job = tuple[str, int, int, MatmulLaunch | None, int]
 # layers of 32 whose v and down projections are Q6_K in a Q4_K_M file
 MORE_BITS = frozenset({0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31})
 PROCESSES = 15
@@ -36,7 +35,7 @@ class MatmulCase(Case):
 
     grouped: Int8Activations | None = None
 
-    def run(self, activations: str, weight: torch.Tensor, launch: AnyLaunch | None = None) -> torch.Tensor:
+    def run(self, activations: str, weight: torch.Tensor, launch: MatmulLaunch | None = None) -> torch.Tensor:
         if self.grouped is None:
             self.grouped = grouped(*self.q)
         return matmul_int8(
@@ -63,13 +62,10 @@ def compile_all(jobs: list[Job]) -> None:
         pool.map(_compile, order, chunksize=1)
 
 
-def launches(batch: int) -> list[AnyLaunch]:
+def launches(batch: int) -> list[MatmulLaunch]:
     """The launch shapes that a sweep tries."""
     widths = {min(-(-batch // 8), 4), min(-(-batch // 8), 8)}
-    held = [StationaryLaunch(1, 16, 132, 128, 4), StationaryLaunch(1, 8, 264, 128, 4)]
-    if batch > 8:
-        held += [StationaryLaunch(2, 16, 132, 128, 4), StationaryLaunch(2, 8, 132, 255, 4)]
-    return held + [
+    return [
         MatmulLaunch(tiles, columns, warps)
         for tiles, columns, warps in itertools.product((1, 2), sorted(widths), (2, 4, 8))
         # 255 registers a thread
@@ -87,7 +83,7 @@ def sweep(formats: list[str], batches: list[int], limit: float) -> list[dict[str
         results = [(case.microseconds("int8", launch), launch) for launch in launches(batch)]
         right = sorted(((t, s) for t, s in results if t is not None), key=lambda item: item[0])
         best = "  ".join(
-            f"{t:.1f}us {case.nbytes / t / 1e3 / limit:4.0%} {type(s).__name__[0]}{tuple(vars(s).values())}"
+            f"{t:.1f}us {case.nbytes / t / 1e3 / limit:4.0%} {s.tiles}t{s.columns}c{s.warps}w"
             for t, s in right
         )
         wrong = len(results) - len(right)

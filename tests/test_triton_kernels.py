@@ -25,9 +25,9 @@ from realizar_torch.formats import get_packed_format
 pytest.importorskip("triton")
 
 from realizar_torch.triton_kernels.blocks import GGML_ONLY, units
-from realizar_torch.triton_kernels.configs import Launch, choose
+from realizar_torch.triton_kernels.configs import choose
 from realizar_torch.triton_kernels.dequantize import dequantize, embedding
-from realizar_torch.triton_kernels.gate_up import gate_up, gate_up_int8
+from realizar_torch.triton_kernels.gate_up import gate_up
 from realizar_torch.triton_kernels.matvec import matvec, matvec_int8
 from realizar_torch.triton_kernels.quantize import norm_quantize, normalize, quantize_activations
 
@@ -317,31 +317,3 @@ def test_kernels_run_on_the_tensors_own_device() -> None:
     assert_within(y, x.double() @ decoded.double().T, float_tolerance(x, decoded))
     with pytest.raises(FormatError, match="cuda:0"):
         matvec(x.to("cuda:0"), weight, "Q4_K", 256)
-
-
-@pytest.mark.parametrize(("fmt", "layout"), [("Q4_K", "ggml"), ("Q6_K", "planar"), ("Q5_0", "ggml")])
-def test_rows_one_after_the_other_equal_rows_side_by_side(fmt: str, layout: str) -> None:
-    """RUNS keeps the activations in registers: 3 runs of 2 rows, of 11 rows, and of a pair."""
-    size = get_packed_format(fmt).block_size
-    columns = 3 * size
-    gate, up = (
-        packing.pack(random_blocks(fmt, 11, columns, seed), fmt, layout).to(DEVICE) for seed in (1, 2)
-    )
-    x = quantize_activations(random_activations(1, columns).to(DEVICE), columns)
-    residual = torch.randn(1, 11, device=DEVICE)
-    results = []
-    for runs in (1, 3):
-        launch = Launch(2, 4, 1, runs)
-        y = matvec_int8(*x, gate, fmt, columns, residual=residual, layout=layout, launch=launch)
-        results.append((y, gate_up_int8(*x, gate, up, fmt, columns, layout=layout, launch=launch)))
-    # the sums of a row are made in the same order
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
-    with pytest.raises(FormatError, match="use runs=1"):
-        matvec_int8(*x, gate, fmt, columns, layout=layout, launch=Launch(2, 2, 1, 2))
-    decoded = reference.dequantize(
-        packing.unpack(gate, fmt, layout) if layout != "ggml" else gate, fmt, columns, torch.float64
-    )
-    quantized = dequantized_activations(x[0], x[1])
-    tolerance = int8_kernel_tolerance(quantized, decoded) + 1e-6 * residual.abs().double()
-    assert_within(y, quantized @ decoded.T + residual.double(), tolerance)

@@ -2,31 +2,17 @@
 
 from dataclasses import dataclass
 
-from realizar_torch.errors import FormatError
 from realizar_torch.formats import get_packed_format
 from realizar_torch.triton_kernels.blocks import planes, planes_per_scale, units
 
 
 @dataclass(frozen=True)
 class Launch:
-    """``rows`` weight rows per program, ``blocks`` blocks of each per loop step, ``warps`` warps.
-
-    ``runs`` > 1, for one vector of activations and no more blocks than one step takes: so many times
-    ``rows``, one after the other, with the activations in registers.
-    """
+    """``rows`` weight rows per program, ``blocks`` blocks of each per loop step, ``warps`` warps."""
 
     rows: int
     blocks: int
     warps: int
-    runs: int = 1
-
-    def check(self, batch: int, blocks: int) -> None:
-        """FormatError unless ``batch`` vectors and rows of ``blocks`` blocks can be run so."""
-        if self.runs > 1 and (batch > 1 or blocks > self.blocks):
-            raise FormatError(
-                f"{self} keeps one vector of {self.blocks} blocks in registers; there are {batch} vectors of "
-                f"{blocks} blocks: use runs=1"
-            )
 
 
 def _power_of_two_at_least(value: int) -> int:
@@ -69,19 +55,6 @@ class MatmulLaunch:
     tiles: int
     columns: int
     warps: int
-
-
-@dataclass(frozen=True)
-class StationaryLaunch:
-    """``columns`` times eight activation vectors per program, whose ``warps`` (at least 4 ``columns``) have
-    one step of K each; ``programs`` in all, of at most ``registers`` per thread, which ask for tiles
-    ``depth`` ahead of their use."""
-
-    columns: int
-    warps: int
-    programs: int
-    registers: int
-    depth: int
 
 
 # More vectors than this are cheaper as a product of decoded weights.

@@ -15,15 +15,12 @@ from realizar_torch.triton_kernels.launch import (
     same_device,
 )
 from realizar_torch.triton_kernels.matvec import FLOAT_VECTORS, check_int8, output_tensor
-from realizar_torch.triton_kernels.primitives import cast, release_successor, wait_for_predecessor
+from realizar_torch.triton_kernels.primitives import cast, release_successor
 from realizar_torch.triton_kernels.row_sums import (
     float_sums,
     int8_sums,
-    load_tile,
-    load_vector,
     reduce_rows,
     row_pointers,
-    whole_row_sums,
 )
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -67,29 +64,15 @@ def store_products(
 def _gate_up_int8_kernel(
     gate, gate_stride, up, up_stride, n_rows, blocks, xq, xscale, xsums, out,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
-    CB: tl.constexpr, RUNS: tl.constexpr,
+    CB: tl.constexpr,
     WHOLE: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: BN rows of both weights (bytes: see decode.py), out[m, rows] = act(gate) * up.
-
-    With RUNS > 1 it does so many times BN rows, one after the other, and keeps the one vector in registers.
-    """
-    first_row = tl.program_id(0) * (BN * RUNS)
+    """One program: BN rows of both weights (bytes: see decode.py), out[m, rows] = act(gate) * up."""
+    first_row = tl.program_id(0) * BN
     groups = pair_pointers(gate, gate_stride, up, up_stride, first_row, n_rows, ALIGN, BN)
-    if RUNS == 1:
-        total = int8_sums(groups, blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, WHOLE, DEPENDENT)
-        release_successor(DEPENDENT)
-        store_products(total, first_row, n_rows, out, M, BN, ACTIVATION)
-    else:
-        raw = load_tile(groups, 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
-        wait_for_predecessor(DEPENDENT)
-        x = load_vector(0, 0, blocks, xq, xscale, xsums, FMT, CB, WHOLE)
-        store_products(whole_row_sums(raw, x, FMT, CB), first_row, n_rows, out, 1, BN, ACTIVATION)
-        for row in range(first_row + BN, first_row + BN * RUNS, BN):
-            groups = pair_pointers(gate, gate_stride, up, up_stride, row, n_rows, ALIGN, BN)
-            raw = load_tile(groups, 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
-            store_products(whole_row_sums(raw, x, FMT, CB), row, n_rows, out, 1, BN, ACTIVATION)
-        release_successor(DEPENDENT)
+    total = int8_sums(groups, blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, WHOLE, DEPENDENT)
+    release_successor(DEPENDENT)
+    store_products(total, first_row, n_rows, out, M, BN, ACTIVATION)
 
 
 @triton.jit
@@ -147,13 +130,11 @@ def gate_up_int8(
     if result.numel() == 0:
         return result
     shape = launch or choose(fmt, first.rows, in_features, q.shape[0], "int8", pair=True)
-    shape.check(q.shape[0], first.blocks)
     with on_device(device):
-        _gate_up_int8_kernel[(triton.cdiv(first.rows, shape.rows * shape.runs),)](
+        _gate_up_int8_kernel[(triton.cdiv(first.rows, shape.rows),)](
             gate, first.stride, up, second.stride, first.rows, first.blocks, q.view(torch.int32), scale,
             sums, result,
             FMT=fmt, PLANAR=first.planar, ALIGN=align, M=q.shape[0], BN=shape.rows, CB=shape.blocks,
-            RUNS=shape.runs,
             WHOLE=first.blocks % shape.blocks == 0, ACTIVATION=activation, DEPENDENT=dependent,
             num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip

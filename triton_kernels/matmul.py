@@ -4,13 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
-from realizar_torch.triton_kernels.configs import MatmulLaunch, StationaryLaunch, choose_matmul
+from realizar_torch.triton_kernels.configs import MatmulLaunch, choose_matmul
 from realizar_torch.triton_kernels.fragments import step_blocks
 from realizar_torch.triton_kernels.grouped import GROUP, check_grouped
 from realizar_torch.triton_kernels.launch import PackedRows, on_device, packed_rows, same_device, vector
 from realizar_torch.triton_kernels.matvec import output_tensor, residual_of
 from realizar_torch.triton_kernels.primitives import cast, release_successor
-from realizar_torch.triton_kernels.stationary import launch_stationary
 from realizar_torch.triton_kernels.tile_sums import over_warps, tile_rows, tile_sums
 
 
@@ -88,7 +87,7 @@ def matmul_int8(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     layout: str = "ggml",
-    launch: MatmulLaunch | StationaryLaunch | None = None,
+    launch: MatmulLaunch | None = None,
     dependent: bool = False,
 ) -> torch.Tensor:
     """``matvec.matvec_int8`` for ``batch`` grouped activation vectors (grouped.py)."""
@@ -102,10 +101,6 @@ def matmul_int8(
     bias = vector(bias, packed.rows, "bias")
     residual = residual_of(residual, result)
     shape = launch or choose_matmul(fmt, packed.rows, in_features, batch)
-    if isinstance(shape, StationaryLaunch):
-        with on_device(device):
-            launch_stationary(q, scale, sums, packed, bias, residual, result, shape, dependent)
-        return result
     grid = (triton.cdiv(packed.rows, 16 * shape.tiles), triton.cdiv(batch, GROUP * shape.columns))
     with on_device(device):
         _matmul_int8_kernel[grid](

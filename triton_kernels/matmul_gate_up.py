@@ -4,14 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from realizar_torch.triton_kernels.configs import MatmulLaunch, StationaryLaunch, choose_matmul
+from realizar_torch.triton_kernels.configs import MatmulLaunch, choose_matmul
 from realizar_torch.triton_kernels.gate_up import activate, check_activation, gate_up_pair
 from realizar_torch.triton_kernels.grouped import GROUP, check_grouped
 from realizar_torch.triton_kernels.launch import on_device, same_device
 from realizar_torch.triton_kernels.matmul import store_tile, whole_steps
 from realizar_torch.triton_kernels.matvec import output_tensor
 from realizar_torch.triton_kernels.primitives import release_successor
-from realizar_torch.triton_kernels.stationary_gate_up import launch_stationary_gate_up
 from realizar_torch.triton_kernels.tile_sums import over_warps, tile_rows, tile_sums
 
 
@@ -52,7 +51,7 @@ def matmul_gate_up_int8(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     layout: str = "ggml",
-    launch: MatmulLaunch | StationaryLaunch | None = None,
+    launch: MatmulLaunch | None = None,
     dependent: bool = False,
 ) -> torch.Tensor:
     """``gate_up.gate_up_int8`` for ``batch`` grouped activation vectors; ``launch.tiles`` does not matter."""
@@ -64,12 +63,6 @@ def matmul_gate_up_int8(
     if result.numel() == 0:
         return result
     shape = launch or choose_matmul(fmt, 2 * first.rows, in_features, batch)
-    if isinstance(shape, StationaryLaunch):
-        with on_device(device):
-            launch_stationary_gate_up(
-                q, scale, sums, first, second, align, activation, result, shape, dependent
-            )
-        return result
     grid = (triton.cdiv(first.rows, 16), triton.cdiv(batch, GROUP * shape.columns))
     with on_device(device):
         _matmul_gate_up_kernel[grid](

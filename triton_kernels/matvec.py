@@ -17,15 +17,12 @@ from realizar_torch.triton_kernels.launch import (
     same_device,
     vector,
 )
-from realizar_torch.triton_kernels.primitives import cast, release_successor, wait_for_predecessor
+from realizar_torch.triton_kernels.primitives import cast, release_successor
 from realizar_torch.triton_kernels.row_sums import (
     float_sums,
     int8_sums,
-    load_tile,
-    load_vector,
     reduce_rows,
     row_pointers,
-    whole_row_sums,
 )
 
 # Float vectors of one program. More take as many instructions each, and compile for up to a minute.
@@ -56,32 +53,16 @@ def store_rows(
 def _matvec_int8_kernel(
     weight, row_stride, n_rows, blocks, xq, xscale, xsums, out, out_stride, bias, residual,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
-    CB: tl.constexpr, RUNS: tl.constexpr,
+    CB: tl.constexpr,
     WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: BN weight rows × M int8 vectors (bytes: see decode.py and row_sums.add_int8).
-
-    With RUNS > 1 it does so many times BN rows, one after the other, and keeps the one vector in registers.
-    """
-    first_row = tl.program_id(0) * (BN * RUNS)
+    """One program: BN weight rows × M int8 vectors (bytes: see decode.py and row_sums.add_int8)."""
+    first_row = tl.program_id(0) * BN
     rows = row_pointers(weight, row_stride, first_row, n_rows, ALIGN, BN)
-    if RUNS == 1:
-        total = int8_sums((rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, WHOLE, DEPENDENT)
-        sums = reduce_rows(total, 0, M)
-        release_successor(DEPENDENT)
-        store_rows(sums, first_row, BN, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)
-    else:
-        raw = load_tile((rows,), 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
-        wait_for_predecessor(DEPENDENT)
-        x = load_vector(0, 0, blocks, xq, xscale, xsums, FMT, CB, WHOLE)
-        sums = reduce_rows(whole_row_sums(raw, x, FMT, CB), 0, 1)
-        store_rows(sums, first_row, BN, n_rows, out, out_stride, bias, residual, 1, HAS_BIAS, HAS_RESIDUAL)
-        for row in range(first_row + BN, first_row + BN * RUNS, BN):
-            rows = row_pointers(weight, row_stride, row, n_rows, ALIGN, BN)
-            raw = load_tile((rows,), 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
-            sums = reduce_rows(whole_row_sums(raw, x, FMT, CB), 0, 1)
-            store_rows(sums, row, BN, n_rows, out, out_stride, bias, residual, 1, HAS_BIAS, HAS_RESIDUAL)
-        release_successor(DEPENDENT)
+    total = int8_sums((rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, WHOLE, DEPENDENT)
+    sums = reduce_rows(total, 0, M)
+    release_successor(DEPENDENT)
+    store_rows(sums, first_row, BN, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit
@@ -192,14 +173,13 @@ def matvec_int8(
     bias = vector(bias, packed.rows, "bias")
     residual = residual_of(residual, result)
     shape = launch or choose(fmt, packed.rows, in_features, q.shape[0], "int8")
-    shape.check(q.shape[0], packed.blocks)
     with on_device(device):
-        _matvec_int8_kernel[(triton.cdiv(packed.rows, shape.rows * shape.runs),)](
+        _matvec_int8_kernel[(triton.cdiv(packed.rows, shape.rows),)](
             packed.data, packed.stride, packed.rows, packed.blocks, q.view(torch.int32), scale, sums,
             result, packed.rows,
             bias, residual,
             FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, M=q.shape[0], BN=shape.rows, CB=shape.blocks,
-            RUNS=shape.runs, WHOLE=packed.blocks % shape.blocks == 0, HAS_BIAS=bias is not None,
+            WHOLE=packed.blocks % shape.blocks == 0, HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
             DEPENDENT=dependent, num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip

@@ -5,7 +5,6 @@ PTX.
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.language.target_info import cuda_capability_geq
 
 # The interpreter has no PTX: every inline-assembly piece below has a twin in plain Triton.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -168,16 +167,3 @@ def prefetch_l2(pointers):
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], tl.int32, False, 1
         )
-
-
-@triton.jit
-def prefetch_run(pointers, size, wanted):
-    """Ask for ``size`` bytes at every pointer that is wanted, in one instruction (Hopper and later)."""
-    if not INTERPRETED and cuda_capability_geq(9, 0):
-        address = pointers.to(tl.int64) & -16
-        size = (size + 15) // 16 * 16 + tl.zeros(pointers.shape, tl.int32)
-        tl.inline_asm_elementwise(
-            "{ .reg .pred wanted; setp.ne.b32 wanted, $3, 0; "
-            "@wanted cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r,r", [address, size, wanted.to(tl.int32)], tl.int32, False, 1,
-        )  # fmt: skip

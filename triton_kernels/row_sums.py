@@ -207,14 +207,6 @@ def int8_sums(
 
 
 @triton.jit
-def whole_row_sums(raw, x, FMT: tl.constexpr, CB: tl.constexpr):
-    """As ``int8_sums`` where one tile holds the rows and ``x``, the one vector, is in registers already."""
-    decoded = decode_tile(raw, 0, FMT, CB)
-    total = zeros(len(raw), raw[0][0].shape[0], CB * units(FMT))
-    return add_int8(total, decoded, x, 0, 1, FMT)
-
-
-@triton.jit
 def reduce_rows(total, group: tl.constexpr, M: tl.constexpr):
     """The accumulators of one group → M tensors ``[BN]``, in an order fixed by the launch shape."""
     sums = ()
