@@ -3,7 +3,7 @@
 import pytest
 import torch
 from arch_fixtures import golden, load, write_resized
-from fixture_models import MODELS
+from fixture_models import MODELS, has_experts
 
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.generation.gpu_step import why_not
