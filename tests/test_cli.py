@@ -271,11 +271,11 @@ def test_chat_goes_on_after_an_interrupt(run, tiny, monkeypatch):
 
     originals, calls = {name: getattr(loop, name) for name in ("prefill", "decode_step")}, []
 
-    def interrupted(name, *arguments):
+    def interrupted(name, *arguments, **options):
         calls.append(name)
         if calls in (["prefill"], ["prefill"] * 2 + ["decode_step"] * 3):
             raise KeyboardInterrupt
-        return originals[name](*arguments)
+        return originals[name](*arguments, **options)
 
     for name in originals:
         monkeypatch.setattr(loop, name, partial(interrupted, name))
