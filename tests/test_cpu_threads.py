@@ -244,6 +244,8 @@ def test_an_interrupt_waits_for_every_thread(run):
         _LONG_KERNEL
         + f"    run = pool.{run}"
         + """
+    # a job in the background inherits that interrupts are ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         run(long, 2, tenth, finished.ctypes.data)
