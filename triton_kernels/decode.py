@@ -202,11 +202,11 @@ def _q45_k(raw, unit, FMT: tl.constexpr):
         quants = raw[half]
         if FMT == "Q5_K":
             bits = raw[3 + half] >> tl.expand_dims(2 * unit, -1)
-            low = low + ((quants & 0x0F0F0F0F) | ((bits & 0x01010101) << 4),)  # noqa: RUF005
-            high = high + (((quants >> 4) & 0x0F0F0F0F) | ((bits & 0x02020202) << 3),)  # noqa: RUF005
+            low = low + ((quants & 0x0F0F0F0F) | ((bits & 0x01010101) << 4),)
+            high = high + (((quants >> 4) & 0x0F0F0F0F) | ((bits & 0x02020202) << 3),)
         else:
-            low = low + (quants & 0x0F0F0F0F,)  # noqa: RUF005
-            high = high + (quants & -0x0F0F0F10,)  # noqa: RUF005
+            low = low + (quants & 0x0F0F0F0F,)
+            high = high + (quants & -0x0F0F0F10,)
     # Two neighbouring sub-blocks at once; where the upper half of the block has two parts, the lower has a
     # zero mask.
     upper = unit >= 2

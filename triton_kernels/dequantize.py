@@ -18,7 +18,7 @@ def _widened(values):
     """The tuple's tensors with one more dimension."""
     result = ()
     for i in tl.static_range(len(values)):
-        result = result + (tl.expand_dims(values[i], -1),)  # noqa: RUF005
+        result = result + (tl.expand_dims(values[i], -1),)
     return result
 
 

@@ -79,20 +79,20 @@ def load_fragment(row, first, blocks, t, FMT: tl.constexpr, PLANAR: tl.constexpr
             raw = raw + load_vector(_address(row, first, blocks, FMT, "qh", PLANAR) + 8 * t, 2, ALIGN)
     elif FMT == "Q6_K":
         raw = load_vector(_address(row, first, blocks, FMT, "scales", PLANAR), 4, ALIGN)
-        raw = raw + (load_half(_address(row, first, blocks, FMT, "d", PLANAR)),)  # noqa: RUF005
+        raw = raw + (load_half(_address(row, first, blocks, FMT, "d", PLANAR)),)
         raw = raw + _load_words(_address(row, first, blocks, FMT, "ql", PLANAR) + 4 * t, 8, ALIGN)
         raw = raw + _load_words(_address(row, first, blocks, FMT, "qh", PLANAR) + 4 * t, 4, ALIGN)
     elif FMT == "Q2_K":
         raw = load_vector(_address(row, first, blocks, FMT, "scales", PLANAR), 4, ALIGN)
-        raw = raw + (load_half(_address(row, first, blocks, FMT, "d", PLANAR)),)  # noqa: RUF005
-        raw = raw + (load_half(_address(row, first, blocks, FMT, "dmin", PLANAR)),)  # noqa: RUF005
+        raw = raw + (load_half(_address(row, first, blocks, FMT, "d", PLANAR)),)
+        raw = raw + (load_half(_address(row, first, blocks, FMT, "dmin", PLANAR)),)
         raw = raw + _load_words(_address(row, first, blocks, FMT, "qs", PLANAR) + 4 * t, 4, ALIGN)
     else:
         tl.static_assert(FMT == "Q3_K")
         scales = _address(row, first, blocks, FMT, "scales", PLANAR)
         raw = load_vector(scales, 1, ALIGN) + load_vector(scales + 4, 1, ALIGN)
         raw = raw + load_vector(scales + 8, 1, ALIGN)
-        raw = raw + (load_half(_address(row, first, blocks, FMT, "d", PLANAR)),)  # noqa: RUF005
+        raw = raw + (load_half(_address(row, first, blocks, FMT, "d", PLANAR)),)
         raw = raw + _load_words(_address(row, first, blocks, FMT, "hmask", PLANAR) + 4 * t, 2, ALIGN)
         raw = raw + _load_words(_address(row, first, blocks, FMT, "qs", PLANAR) + 4 * t, 4, ALIGN)
     return raw
@@ -119,7 +119,7 @@ def _load_legacy(row, first, blocks, t, FMT: tl.constexpr, PLANAR: tl.constexpr,
     raw = ()
     for i in tl.static_range(8):
         block = inner_block(first, i, blocks, FMT)
-        raw = raw + (load_half(_address(row, block, blocks, FMT, "d", PLANAR)),)  # noqa: RUF005
+        raw = raw + (load_half(_address(row, block, blocks, FMT, "d", PLANAR)),)
         quants = _address(row, block, blocks, FMT, "qs", PLANAR)
         if FMT == "Q8_0":
             raw = raw + load_vector(quants + 8 * t, 2, ALIGN)
@@ -130,7 +130,7 @@ def _load_legacy(row, first, blocks, t, FMT: tl.constexpr, PLANAR: tl.constexpr,
     if has_minimum(FMT):
         for j in tl.static_range(2):
             block = inner_block(first, t + 4 * j, blocks, FMT)
-            raw = raw + (load_half(_address(row, block, blocks, FMT, "m", PLANAR)),)  # noqa: RUF005
+            raw = raw + (load_half(_address(row, block, blocks, FMT, "m", PLANAR)),)
     return raw
 
 
@@ -211,7 +211,7 @@ def scales_of(raw, first, blocks, WHOLE: tl.constexpr, FMT: tl.constexpr):
         LIFT: tl.constexpr = 1 if FMT == "Q8_0" else 16 if WORDS == 2 else 8
         for run in tl.static_range(8):
             scale = half_to_float(raw[WORDS * run]) * (1.0 / LIFT)
-            scales = scales + (scale if WHOLE else tl.where(first + run < blocks, scale, 0.0),)  # noqa: RUF005
+            scales = scales + (scale if WHOLE else tl.where(first + run < blocks, scale, 0.0),)
     elif FMT == "Q4_K" or FMT == "Q5_K":
         d = half_to_float(raw[0])
         if not WHOLE:
@@ -220,7 +220,7 @@ def scales_of(raw, first, blocks, WHOLE: tl.constexpr, FMT: tl.constexpr):
         for run in tl.static_range(8):
             unit = d * 0.0625 if FMT == "Q4_K" and run % 2 else d
             word = high if run // 4 else low
-            scales = scales + (byte_times(word, run % 4, unit),)  # noqa: RUF005
+            scales = scales + (byte_times(word, run % 4, unit),)
     else:
         d = half_to_float(raw[3] if FMT == "Q3_K" else raw[4])
         if not WHOLE:
@@ -228,15 +228,15 @@ def scales_of(raw, first, blocks, WHOLE: tl.constexpr, FMT: tl.constexpr):
         if FMT == "Q6_K":
             for run in tl.static_range(16):
                 word = raw[run // 4] ^ -0x7F7F7F80
-                scales = scales + ((byte_as_float(word, run % 4) - 8388736.0) * (d * 0.25),)  # noqa: RUF005
+                scales = scales + ((byte_as_float(word, run % 4) - 8388736.0) * (d * 0.25),)
         elif FMT == "Q3_K":
             for run in tl.static_range(16):
                 low = (raw[run % 8 // 4] >> (run // 8 * 4)) & 0x0F0F0F0F
                 word = low | (((raw[2] >> (run // 4 * 2)) & 0x03030303) << 4)
-                scales = scales + ((byte_as_float(word, run % 4) - 8388640.0) * (d * 0.03125),)  # noqa: RUF005
+                scales = scales + ((byte_as_float(word, run % 4) - 8388640.0) * (d * 0.03125),)
         else:
             for _ in tl.static_range(8):
-                scales = scales + (d,)  # noqa: RUF005
+                scales = scales + (d,)
     return scales
 
 

@@ -36,7 +36,7 @@ def zeros(COUNT: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr):
     """A tuple of COUNT accumulators (in registers, never indexed at run time)."""
     total = ()
     for _ in tl.static_range(COUNT):
-        total = total + (tl.zeros([BN, LANES], tl.float32),)  # noqa: RUF005
+        total = total + (tl.zeros([BN, LANES], tl.float32),)
     return total
 
 
@@ -69,7 +69,7 @@ def load_tile(
         mask = block < blocks
     raw = ()
     for g in tl.static_range(len(groups)):
-        raw = raw + (load_unit(groups[g], block, unit, blocks, mask, FMT, PLANAR, ALIGN),)  # noqa: RUF005
+        raw = raw + (load_unit(groups[g], block, unit, blocks, mask, FMT, PLANAR, ALIGN),)
     return raw
 
 
@@ -89,9 +89,9 @@ def replace(items, index: tl.constexpr, value):
     result = ()
     for i in tl.static_range(len(items)):
         if i == index:
-            result = result + (value,)  # noqa: RUF005
+            result = result + (value,)
         else:
-            result = result + (items[i],)  # noqa: RUF005
+            result = result + (items[i],)
     return result
 
 
@@ -101,7 +101,7 @@ def decode_tile(raw, first, FMT: tl.constexpr, CB: tl.constexpr):
     _, unit = lane_position(first, FMT, CB)
     decoded = ()
     for g in tl.static_range(len(raw)):
-        decoded = decoded + (decode_unit(raw[g], unit, FMT),)  # noqa: RUF005
+        decoded = decoded + (decode_unit(raw[g], unit, FMT),)
     return decoded
 
 
@@ -131,12 +131,12 @@ def load_vector(
             words = words + split_words(plane)
         ahead = groups_ahead(FMT, i * SHARED)
         scale = load_scalar(xscale, at // 2 + ahead // 2, mask) * (1.0 / lift(FMT, i * SHARED))
-        scales = scales + (scale,)  # noqa: RUF005
+        scales = scales + (scale,)
         if zero_point(FMT) != 0 or has_minimum(FMT):
             total = load_scalar(xsums, at + ahead, mask)
             if SHARED == 2:
                 total += load_scalar(xsums, at + ahead + 1, mask)
-            sums = sums + (total,)  # noqa: RUF005
+            sums = sums + (total,)
     return words, scales, sums
 
 
@@ -211,7 +211,7 @@ def reduce_rows(total, group: tl.constexpr, M: tl.constexpr):
     """The accumulators of one group → M tensors ``[BN]``, in an order fixed by the launch shape."""
     sums = ()
     for m in tl.static_range(M):
-        sums = sums + (tl.sum(total[group * M + m], 1),)  # noqa: RUF005
+        sums = sums + (tl.sum(total[group * M + m], 1),)
     return sums
 
 
@@ -232,7 +232,7 @@ def add_float(
     start = block * block_size(FMT) + 16 * group_of(unit, 0, FMT)
     decoded = ()
     for g in tl.static_range(len(raw)):
-        decoded = decoded + (decode_unit(raw[g], unit, FMT),)  # noqa: RUF005
+        decoded = decoded + (decode_unit(raw[g], unit, FMT),)
     for i in tl.static_range(planes(FMT) // SHARED):
         dots = zeros(len(raw) * M, BN, LANES)
         sums = zeros(M, 1, LANES)

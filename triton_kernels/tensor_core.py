@@ -164,7 +164,7 @@ def load_vector(address, COUNT: tl.constexpr, ALIGN: tl.constexpr):
     if INTERPRETED or ALIGN < 4 * COUNT or COUNT == 1:
         words = ()
         for i in tl.static_range(COUNT):
-            words = words + (_load_word(address + 4 * i, ALIGN),)  # noqa: RUF005
+            words = words + (_load_word(address + 4 * i, ALIGN),)
     elif COUNT == 2:
         words = tl.inline_asm_elementwise(
             "ld.global.v2.b32 {$0,$1}, [$2];", "=r,=r,l", [address.to(tl.int64)],

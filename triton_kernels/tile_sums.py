@@ -49,7 +49,7 @@ def _words(pointer, COUNT: tl.constexpr):
     bits = load_vector(pointer, COUNT, 4 * COUNT)
     values = ()
     for i in tl.static_range(COUNT):
-        values = values + (bits[i].to(tl.float32, bitcast=True),)  # noqa: RUF005
+        values = values + (bits[i].to(tl.float32, bitcast=True),)
     return values
 
 
@@ -71,14 +71,14 @@ def _activations(xq, first, blocks, part: tl.constexpr, FMT: tl.constexpr):
     for i in tl.static_range(4):
         block = xq + _block_of_step(first, 4 * part + i, blocks, FMT) * 256
         if paired(FMT):
-            operands = operands + (load_vector(block + lane * 8, 2, 8),)  # noqa: RUF005
+            operands = operands + (load_vector(block + lane * 8, 2, 8),)
         else:
             at = block + (lane // 4 * 32 + lane % 4 * 4)
             words = load_vector(at, 1, 4) + load_vector(at + 16, 1, 4)
             if RUN == 16:
-                operands = operands + ((words[0],), (words[1],))  # noqa: RUF005
+                operands = operands + ((words[0],), (words[1],))
             else:
-                operands = operands + (words,)  # noqa: RUF005
+                operands = operands + (words,)
     return operands
 
 
@@ -89,7 +89,7 @@ def _scales_of_columns(xscale, first, blocks, part: tl.constexpr, FMT: tl.conste
     pairs = ()
     for i in tl.static_range(4):
         block = _block_of_step(first, 4 * part + i, blocks, FMT)
-        pairs = pairs + (_words(xscale + (block * 8 + 2 * t), 2),)  # noqa: RUF005
+        pairs = pairs + (_words(xscale + (block * 8 + 2 * t), 2),)
     return pairs
 
 
@@ -165,7 +165,7 @@ def add_step(
     """``total`` (N x TILES x 4 registers) plus the step of ``raw`` (2 TILES rows)."""
     scales = ()
     for r in tl.static_range(2 * TILES):
-        scales = scales + (scales_of(raw[r], first, blocks, WHOLE, FMT),)  # noqa: RUF005
+        scales = scales + (scales_of(raw[r], first, blocks, WHOLE, FMT),)
     last = tl.minimum(first, blocks - 1)
     for part in tl.static_range(2):
         updated = ()
@@ -185,7 +185,7 @@ def add_step(
             group = _group(xq, xscale, xsums, first_group + n, groups, blocks, FMT)
             sums = ()
             for part in tl.static_range(minimums(FMT) // 8):
-                sums = sums + (_sums_of_column(group[2], last, blocks, part, FMT),)  # noqa: RUF005
+                sums = sums + (_sums_of_column(group[2], last, blocks, part, FMT),)
             for tile in tl.static_range(TILES):
                 updated = updated + _subtract_minimums(
                     total, 4 * (n * TILES + tile), raw[2 * tile], raw[2 * tile + 1], sums, first, blocks,
@@ -229,7 +229,7 @@ def _load_step(
     t = tl.arange(0, rows[0].shape[0]) % 4
     raw = ()
     for r in tl.static_range(len(rows)):
-        raw = raw + (load_fragment(rows[r], first, blocks, t, FMT, PLANAR, ALIGN),)  # noqa: RUF005
+        raw = raw + (load_fragment(rows[r], first, blocks, t, FMT, PLANAR, ALIGN),)
     return raw
 
 
@@ -252,7 +252,7 @@ def tile_sums(
     wait_for_predecessor(DEPENDENT)
     total = ()
     for _ in tl.static_range(N * TILES * 4):
-        total = total + (tl.zeros([32 * WARPS], tl.float32),)  # noqa: RUF005
+        total = total + (tl.zeros([32 * WARPS], tl.float32),)
     for start in range(0, blocks, BLOCKS * WARPS):
         following = tl.minimum(first + (start + BLOCKS * WARPS), blocks - 1)
         ahead = _load_step(rows, following, blocks, FMT, PLANAR, ALIGN)
