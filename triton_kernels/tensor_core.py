@@ -146,15 +146,27 @@ def byte_times(word, index: tl.constexpr, unit):
 @triton.jit
 def load_half(address):
     """The 16 bits at each thread's (even) byte pointer, as int32."""
-    return tl.load(address.to(tl.pointer_type(tl.uint16))).to(tl.int32)
+    if INTERPRETED:
+        bits = tl.load(address.to(tl.pointer_type(tl.uint16))).to(tl.int32)
+    else:
+        # the compiler takes time quadratic in its own loads: a minute for some kernels of these
+        bits = tl.inline_asm_elementwise(
+            "ld.global.u16 $0, [$1];", "=r,l", [address.to(tl.int64)], tl.int32, False, 1
+        )
+    return bits
 
 
 @triton.jit
 def _load_word(address, ALIGN: tl.constexpr):
-    if ALIGN >= 4:
-        return tl.load(address.to(tl.pointer_type(tl.int32)))
+    if ALIGN < 4:
+        word = load_half(address) | (load_half(address + 2) << 16)
+    elif INTERPRETED:
+        word = tl.load(address.to(tl.pointer_type(tl.int32)))
     else:
-        return load_half(address) | (load_half(address + 2) << 16)
+        word = tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=r,l", [address.to(tl.int64)], tl.int32, False, 1
+        )
+    return word
 
 
 @triton.jit
