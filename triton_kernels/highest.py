@@ -13,28 +13,47 @@ _NOTHING = -(2**63)
 
 
 @triton.jit
-def _highest_kernel(logits, tokens, keys, arrived, vocabulary, CHUNK: tl.constexpr, NOTHING: tl.constexpr):
-    """Program (b, c): the highest of logits[b, c * CHUNK …]; the one that arrives last writes tokens[b].
-
-    A key is the logit, as an integer that orders like it, above 2^32 - 1 - index: a maximum of keys is the
-    lowest index of the highest logit, in any order of programs. NaN orders above infinity.
-    """
-    row = tl.program_id(0)
-    index = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    value = tl.load(logits + row.to(tl.int64) * vocabulary + index, mask=index < vocabulary, other=0)
+def ordered(value):
+    """An int32 that orders like the fp32 ``value``; NaN is above infinity."""
     # -0.0 and 0.0 are equal
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     order = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
-    order = tl.where(value == value, order, 0x7FFFFFFF)
-    key = (order.to(tl.int64) << 32) | (0xFFFFFFFF - index.to(tl.int64))
-    key = tl.max(tl.where(index < vocabulary, key, NOTHING), 0)
+    return tl.where(value == value, order, 0x7FFFFFFF)
+
+
+@triton.jit
+def unordered(order):
+    """The fp32 value of an order."""
+    return tl.where(order >= 0, order, order ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def ranked(value, index):
+    """The logit, as an integer that orders like it, above 2^32 - 1 - index: a maximum of keys, int64, is the
+    lowest index of the highest logit, in any order of programs.
+    """
+    return (ordered(value).to(tl.int64) << 32) | (0xFFFFFFFF - index.to(tl.int64))
+
+
+@triton.jit
+def token_of(best):
+    """The index in a key of ``ranked``; -1 where the logit is NaN or infinite."""
+    finite = ((best >> 32) < 0x7F800000) & ((best >> 32) > -0x7F800001)
+    return tl.where(finite, 0xFFFFFFFF - (best & 0xFFFFFFFF), -1)
+
+
+@triton.jit
+def _highest_kernel(logits, tokens, keys, arrived, vocabulary, CHUNK: tl.constexpr, NOTHING: tl.constexpr):
+    """Program (b, c): the highest of logits[b, c * CHUNK …]; the one that arrives last writes tokens[b]."""
+    row = tl.program_id(0)
+    index = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    value = tl.load(logits + row.to(tl.int64) * vocabulary + index, mask=index < vocabulary, other=0)
+    key = tl.max(tl.where(index < vocabulary, ranked(value, index), NOTHING), 0)
     tl.atomic_max(keys + row, key, sem="acq_rel")
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") == tl.num_programs(1) - 1:
         best = tl.atomic_xchg(keys + row, NOTHING, sem="acq_rel")
         tl.store(arrived + row, 0)
-        # strictly between the infinities
-        finite = ((best >> 32) < 0x7F800000) & ((best >> 32) > -0x7F800001)
-        tl.store(tokens + row, tl.where(finite, 0xFFFFFFFF - (best & 0xFFFFFFFF), -1))
+        tl.store(tokens + row, token_of(best))
 
 
 def highest_scratch(batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
