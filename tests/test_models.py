@@ -241,10 +241,10 @@ def test_impossible_caps_are_refused(key, value):
 
 
 def test_a_huge_layer_count_is_refused_at_once(tmp_path):
-    keys = metadata("llama") | {"llama.block_count": 4_000_000_000}
+    keys = metadata("llama") | {"llama.block_count": 2_000_000_000}
     path = write_gguf(tmp_path / "m.gguf", keys, tensors("llama", "Q8_0", True, False, False))
     started = time.perf_counter()
-    with pytest.raises(MissingTensorsError, match="block_count is 4000000000"):
+    with pytest.raises(MissingTensorsError, match="block_count is 2000000000"):
         load(path)
     assert time.perf_counter() - started < 1
     with pytest.raises(UnsupportedArchitectureError) as error:

@@ -24,6 +24,8 @@ class ChatTemplate:
     """A compiled template. `FormatError` when `source` is not a template."""
 
     def __init__(self, source: str) -> None:
+        if not isinstance(source, str):
+            raise FormatError(f"the chat template is {source!r:.80}, expected the text of a jinja2 template")
         self.source = source
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]

@@ -145,9 +145,9 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = MappingProxyType(
 
 def get_pretokenizer(name: Any) -> PreTokenizer:
     """The row for a value of `tokenizer.ggml.pre`; `UnsupportedArchitectureError` when there is none."""
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise UnsupportedArchitectureError(
-            f"tokenizer.ggml.pre is {name!r}, which this package does not know; known are "
+            f"tokenizer.ggml.pre is {name!r:.80}, which this package does not know; known are "
             f"{', '.join(PRE_TOKENIZERS)}. Pass a tokenizer of your own to load this file."
         )
     return PRE_TOKENIZERS[name]

@@ -46,7 +46,7 @@ class Tokenizer:
         entries = TokenizerMetadata(metadata)
         model: ByteLevelBPE | SentencePiece
         if vocabulary.model == BYTE_LEVEL:
-            model = ByteLevelBPE(vocabulary, entries.array("merges"))
+            model = ByteLevelBPE(vocabulary, entries.texts("merges"))
         else:
             model = SentencePiece(vocabulary, entries.numbers("scores", vocabulary.size).tolist())
         # Phi-3's tokens swallow the spaces behind them; no key says so, and llama.cpp goes by the name, too

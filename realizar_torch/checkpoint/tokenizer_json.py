@@ -24,6 +24,8 @@ SPECIAL_TOKENS = "tokenizer.huggingface.special_tokens"
 END_IDS = "tokenizer.huggingface.eos_token_ids"
 CHAT_TEMPLATE = "tokenizer.chat_template"
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+# many times what the largest vocabularies have; bounds the memory that a hostile id can cost
+_MOST_IDS = 1 << 24
 
 
 def tokenizer_metadata(directory: Path) -> dict[str, Any]:
@@ -37,7 +39,9 @@ def tokenizer_metadata(directory: Path) -> dict[str, Any]:
     settings = _optional(directory / "tokenizer_config.json")
     tokens = {name: settings.get(name) for name in _SPECIAL}
     # a token is a text, or an object that holds it
-    texts = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+    texts = {
+        name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
+    }
     metadata[SPECIAL_TOKENS] = {name: text for name, text in texts.items() if isinstance(text, str)}
     metadata[END_IDS] = [
         identifier
@@ -48,7 +52,8 @@ def tokenizer_metadata(directory: Path) -> dict[str, Any]:
     template = settings.get("chat_template")
     if isinstance(template, list):
         # several by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+        template = next((entry.get("template") for entry in named), None)
     if (directory / "chat_template.jinja").is_file():
         template = read_text(directory / "chat_template.jinja")
     if template is not None:
@@ -97,7 +102,10 @@ class JsonTokenizer:
         self._special_tokens = dict(special_tokens)
         self.chat_template = chat_template
         vocabulary = self._plain.get_vocab(with_added_tokens=True)
-        self.vocab_size: int = max(vocabulary.values()) + 1
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        if not 1 <= self.vocab_size <= _MOST_IDS:
+            found, expected = f"{self.vocab_size} ids", f"1 to {_MOST_IDS}"
+            raise damaged(source, "vocabulary", found, expected)
         self._known_ids = max(self.vocab_size, model_vocab_size)
         self.bos_token_id, self.eos_token_id, self.pad_token_id = (
             vocabulary.get(special_tokens.get(name)) for name in ("bos_token", "eos_token", "pad_token")
@@ -228,8 +236,10 @@ def _parse(text: str, source: str) -> Any:
 
     try:
         return Library.from_str(text)
-    except Exception as error:
-        # the library raises bare Exceptions
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        # the library raises bare Exceptions, and panics, which are none
         raise damaged(source, "tokenizer.json", str(error), "a tokenizer") from None
 
 

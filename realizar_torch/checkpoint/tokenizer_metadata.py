@@ -32,6 +32,13 @@ class TokenizerMetadata:
             raise self.wrong(f"found {value!r:.80}, expected an array of at least {length} elements", name)
         return value
 
+    def texts(self, name: str) -> list[str]:
+        """An array of at least one text."""
+        values = list(self.array(name))
+        if other := next((kind for kind in set(map(type, values)) if kind is not str), None):
+            raise self.wrong(f"found an array with {other.__name__}, expected one of texts", name)
+        return values
+
     def numbers(self, name: str, length: int) -> np.ndarray:
         """The first `length` elements of a numeric array."""
         value = self.array(name, length)

@@ -97,7 +97,7 @@ def _pretokenizer(entries: TokenizerMetadata) -> PreTokenizer:
 
 def _tokens(entries: TokenizerMetadata) -> tuple[list[str], dict[str, int]]:
     # llama.cpp names an empty token by its position, so that texts stay distinct
-    tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(entries.array("tokens"))]
+    tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(entries.texts("tokens"))]
     ids = dict(zip(tokens, range(len(tokens)), strict=True))
     if len(ids) != len(tokens):
         first = next(i for i, text in enumerate(tokens) if ids[text] != i)

@@ -18,6 +18,7 @@ from realizar_torch.errors import (
     UnsupportedArchitectureError,
 )
 from realizar_torch.hf.architectures import SIZES, Architecture
+from realizar_torch.models.config import one_in
 from realizar_torch.models.metadata import Keys
 from realizar_torch.models.rope_scaling import read_rope_scaling
 
@@ -142,7 +143,7 @@ def _windows(keys: Keys, window: int | None, layers: int, config_class: Any) -> 
             f"{keys.source}: attention.sliding_window_pattern is not supported in {config_class.model_type}"
         )
     if isinstance(pattern, int):
-        pattern = (True,) * (pattern - 1) + (False,)
+        pattern = one_in(pattern)
     kinds = ("full_attention", "sliding_attention")
     types = [kinds[pattern[layer % len(pattern)]] for layer in range(layers)]
     return {"sliding_window": window, "layer_types": types}
@@ -169,7 +170,7 @@ def _rope(
     assert row.rope_theta is not None
     theta = keys.positive("rope.freq_base", default=row.rope_theta, kind=float)
     rotated = keys.positive("rope.dimension_count", default=sizes["head_dim"])
-    scaling = read_rope_scaling(keys)
+    scaling = read_rope_scaling(keys, theta)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if rotated != sizes["head_dim"]:
         rope["partial_rotary_factor"] = rotated / sizes["head_dim"]

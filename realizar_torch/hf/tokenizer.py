@@ -69,7 +69,7 @@ def _byte_level(vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> Tokenize
     rules = vocabulary.pretokenizer
     assert rules is not None
     ids: Any = vocabulary.ids
-    merges = _Merges(ids, TokenizerMetadata(metadata).array("merges"))
+    merges = _Merges(ids, TokenizerMetadata(metadata).texts("merges"))
     backend = Tokenizer(models.BPE(ids, merges, ignore_merges=rules.ignore_merges))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

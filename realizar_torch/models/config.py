@@ -9,7 +9,7 @@ from realizar_torch.checkpoint.overridden import wrong_entry
 from realizar_torch.errors import UnsupportedArchitectureError
 from realizar_torch.models.arch import ArchSpec, get_arch
 from realizar_torch.models.experts import Experts, read_experts
-from realizar_torch.models.metadata import MODULE_ROWS, Keys, require
+from realizar_torch.models.metadata import MODULE_ROWS, MOST_LAYERS, Keys, require
 from realizar_torch.models.rope_scaling import RopeScaling, read_rope_scaling
 
 
@@ -112,8 +112,8 @@ class ModelConfig:
             norm_eps=keys.positive(_EPSILON[arch.normalization], kind=float),
             rope_theta=theta,
             rotary_dim=_rotary_dim(keys, head_dim),
-            rope_scaling=read_rope_scaling(keys),
-            attention_scale=keys.factor("attention.scale", default=scale),
+            rope_scaling=read_rope_scaling(keys, theta),
+            attention_scale=_attention_scale(keys, scale),
             local_rope_theta=_local_rope_theta(keys, arch, theta) if window and arch.local_rope else None,
             sliding_window=window,
             sliding_pattern=pattern,
@@ -171,16 +171,27 @@ def _sliding(keys: Keys, arch: ArchSpec, layers: int) -> tuple[int | None, tuple
     told = keys.flags("attention.sliding_window_pattern")
     if told is None:
         return window, arch.sliding_pattern
-    pattern = told if isinstance(told, tuple) else (True,) * (told - 1) + (False,)
+    pattern = told if isinstance(told, tuple) else one_in(told)
     if isinstance(told, tuple) and len(told) != layers:
         name = "attention.sliding_window_pattern"
         raise keys.wrong(f"{name} tells of {len(told)} layers of {layers}", name, "block_count")
     return window, pattern
 
 
+def one_in(period: int) -> tuple[bool, ...]:
+    """The pattern of which the last layer sees everything; a period beyond any model's layers is cut."""
+    return (True,) * (min(period, MOST_LAYERS) - 1) + (False,)
+
+
 def _local_rope_theta(keys: Keys, arch: ArchSpec, theta: float) -> float:
     default = theta if arch.local_rope_theta is None else arch.local_rope_theta
     return keys.positive("rope.freq_base_swa", default=default, kind=float)
+
+
+def _attention_scale(keys: Keys, default: float) -> float:
+    if (scale := keys.factor("attention.scale", default=default)) < 0:
+        raise keys.wrong(f"attention.scale is {scale}, expected a positive number", "attention.scale")
+    return scale
 
 
 def _temperature(keys: Keys) -> float:

@@ -13,6 +13,7 @@ from realizar_torch.checkpoint.gguf_errors import damaged, shown
 from realizar_torch.errors import UnsupportedArchitectureError
 from realizar_torch.models.arch import ArchSpec, get_arch
 from realizar_torch.models.hf_rope import rope_entries
+from realizar_torch.models.metadata import LARGEST_INT, MOST_LAYERS
 
 Config = Mapping[str, Any]
 
@@ -86,6 +87,8 @@ HF_MODELS: Mapping[str, HFModel] = MappingProxyType(
 )
 
 _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu": ("gelu",), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new")}
+# More elements than any head has; it bounds the list of their frequencies.
+_LARGEST_HEAD = 1 << 16
 # Flags of which no row knows the other value, and which would change the result.
 _FLAGS = {
     "scale_attn_weights": True,
@@ -148,7 +151,10 @@ def gguf_metadata(config: Config, source: str) -> dict[str, Any]:
 def _head_dim(config: Config) -> int | None:
     """Elements of one head, stated or hidden size over heads."""
     stated, hidden, heads = _int_of("head_dim")(config), _hidden(config), _heads(config)
-    return stated if stated is not None or not hidden or not heads else hidden // heads
+    size = stated if stated is not None or not hidden or not heads else hidden // heads
+    if size is not None and size > _LARGEST_HEAD:
+        raise ValueError(f"heads of {size} elements")
+    return size
 
 
 def _first(config: Config, *names: str) -> Any:
@@ -158,13 +164,14 @@ def _first(config: Config, *names: str) -> Any:
 def _int_of(*names: str) -> Callable[[Config], int | None]:
     def read(config: Config) -> int | None:
         value = _first(config, *names)
-        if value is not None and (type(value) is not int or value < 1):
+        if value is not None and (type(value) is not int or not 1 <= value <= LARGEST_INT):
             raise ValueError(f"{names[0]} = {value!r:.40}")
         return value
 
     return read
 
 
+_layers = _int_of("num_hidden_layers", "n_layer")
 _hidden = _int_of("hidden_size", "n_embd")
 _heads = _int_of("num_attention_heads", "n_head")
 
@@ -208,7 +215,8 @@ def _window_pattern(config: Config) -> Any:
     if "layer_types" in config:
         return [kind == "sliding_attention" for kind in config["layer_types"]] if _window(config) else None
     if "max_window_layers" in config:
-        return [layer >= config["max_window_layers"] for layer in range(config["num_hidden_layers"])]
+        layers = min(_layers(config) or 0, MOST_LAYERS)
+        return [layer >= config["max_window_layers"] for layer in range(layers)]
     return config.get("sliding_window_pattern")
 
 
@@ -221,7 +229,7 @@ _PARTIAL = ("rope.partial_rotary_factor", "partial_rotary_factor", "rotary_pct")
 # GGUF key behind the architecture's name -> its value; None: the key is left out
 _ROWS: Mapping[str, Callable[[Config], Any]] = MappingProxyType(
     {
-        "block_count": _int_of("num_hidden_layers", "n_layer"),
+        "block_count": _layers,
         "context_length": _int_of("max_position_embeddings", "n_positions", "n_ctx"),
         "embedding_length": _hidden,
         "feed_forward_length": _inner,
@@ -273,9 +281,11 @@ def _check_conventions(config: Config, spec: ArchSpec, source: str) -> None:
     for flag, expected in _FLAGS.items():
         if config.get(flag, expected) != expected:
             raise UnsupportedArchitectureError(f"{source}: {flag} = {config[flag]!r} is not supported")
-    rotary = config.get("no_rope_layers")
-    pattern = [spec.rotary_pattern[layer % len(spec.rotary_pattern)] for layer in range(len(rotary or ()))]
-    if rotary is not None and [bool(flag) for flag in rotary] != pattern:
+    rotary = config.get("no_rope_layers", [])
+    if not isinstance(rotary, list):
+        raise damaged(source, "entry 'no_rope_layers'", f"{rotary!r:.40}", "a list")
+    pattern = [spec.rotary_pattern[layer % len(spec.rotary_pattern)] for layer in range(len(rotary))]
+    if [bool(flag) for flag in rotary] != pattern:
         raise UnsupportedArchitectureError(f"{source}: no_rope_layers {rotary} are not supported")
     stated = _first(config, "hidden_activation", "hidden_act", "activation_function", "activation")
     if stated is not None and stated not in _ACTIVATIONS[spec.activation]:

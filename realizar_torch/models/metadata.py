@@ -1,6 +1,7 @@
 """Typed, checked access to the metadata keys of one architecture."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,10 @@ from realizar_torch.errors import FormatError, GGUFError
 
 # Of models that rt.save wrote: rows stand in the order of the modules, not in that of GGUF converters.
 MODULE_ROWS = "realizar_torch.module_rows"
+# No size or length of a model comes near; kernels hold them, and products of two, in 64 bits.
+LARGEST_INT = (1 << 31) - 1
+# Nor this near; it bounds the lists that a hostile count of layers can make.
+MOST_LAYERS = 1 << 16
 
 
 class Keys:
@@ -67,4 +72,7 @@ def require(metadata: Mapping[str, Any], key: str, kind: type, source: str) -> A
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         sentence = f"{key} is {type(value).__name__}, expected one {kind.__name__}"
         raise wrong_entry(metadata, sentence, key, source=source)
-    return value
+    largest = LARGEST_INT if kind is int else sys.float_info.max
+    if isinstance(value, int) and abs(value) > largest:
+        raise wrong_entry(metadata, f"{key} is {value}, expected at most {largest}", key, source=source)
+    return kind(value)

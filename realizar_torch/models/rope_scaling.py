@@ -45,8 +45,9 @@ class RopeScaling:
         return tuple(1.0 / (ramp / self.yarn + 1.0 - ramp) for ramp in ramps)
 
 
-def read_rope_scaling(keys: Keys) -> RopeScaling:
-    """Reads the keys ``rope.scaling.*``; a factor without a type is linear, as in llama.cpp.
+def read_rope_scaling(keys: Keys, theta: float) -> RopeScaling:
+    """Reads the keys ``rope.scaling.*``, ``theta`` being RoPE's base; a factor without a type is linear, as
+    in llama.cpp.
 
     Keys.wrong for impossible numbers, UnsupportedArchitectureError for a type that is not implemented.
     """
@@ -66,6 +67,8 @@ def read_rope_scaling(keys: Keys) -> RopeScaling:
         raise keys.wrong(sentence, "rope.scaling.factor", "rope.scale_linear", "rope.scaling.type")
     if kind == "linear":
         return RopeScaling(factor=float(factor), magnitude=magnitude, original_length=original)
+    if theta <= 1.0:
+        raise keys.wrong(f"YaRN needs a RoPE base above 1, found {theta}", "rope.freq_base")
     multiplier = keys.optional("rope.scaling.yarn_log_multiplier", float, 0)
     own = _yarn_magnitude(factor, 1.0) / _yarn_magnitude(factor, multiplier)
     return RopeScaling(

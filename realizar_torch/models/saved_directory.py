@@ -42,8 +42,7 @@ class SavedDirectory:
         self._check_version(config)
         entries: dict[str, dict[str, Any]] = self._section(config, "tensors")
         self._constants = {
-            name: torch.tensor(values, dtype=torch.float32)
-            for name, values in self._section(config, "constants").items()
+            name: self._constant(name, values) for name, values in self._section(config, "constants").items()
         }
         tokenizer = read_json(directory / TOKENIZER_FILE)
         self.metadata: Mapping[str, Any] = MappingProxyType(self._section(config, "metadata") | tokenizer)
@@ -88,6 +87,12 @@ class SavedDirectory:
         if not isinstance(value, dict):
             raise self._broken(f"entry {name!r}", f"{value!r:.40}", "an object")
         return value
+
+    def _constant(self, name: str, values: Any) -> Tensor:
+        try:
+            return torch.tensor(values, dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError):
+            raise self._broken(f"constant {shown(name)}", f"{values!r:.40}", "a list of numbers") from None
 
     def _check_names(self, entries: Mapping[str, Any]) -> None:
         stored = self._files.tensors.keys()
