@@ -19,7 +19,8 @@ class MarkovModel:
         self.config = SimpleNamespace(vocab_size=VOCAB, context_length=128)
         self.max_seq_len, self.batch_size = max_seq_len, 1
         self.eos_token_ids, self.pad_token_id = (EOS, 2), pad_token_id
-        self.device = torch.device("cpu")
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.cache_dtype = self.dtype
         self.table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(4))
         self.table[:, :3] -= 20
         self.steps = self.prefills = 0

@@ -37,7 +37,7 @@ def model(monkeypatch):
     put_table_in_place_of_the_step(monkeypatch)
     monkeypatch.setattr(graph, "GpuStep", RowStep)
     model = MarkovModel()
-    model.dtype, model.filled = torch.float32, []
+    model.filled = []
     model.table[:, EOS] += 20.5
 
     def new_state(model, batch_size, max_positions, pooled):

@@ -257,7 +257,7 @@ def test_a_step_too_many_is_forgotten(monkeypatch):
     put_table_in_place_of_the_step(monkeypatch)
     model = MarkovModel()
     model.follow([5, 7, 8, EOS])
-    model.dtype, model.parameters, model.buffers = torch.float32, list, list
+    model.parameters, model.buffers = list, list
     fed = []
 
     def make_state(model, batch_size, max_positions, pooled):

@@ -31,7 +31,8 @@ def attention_scratch(
     """
     splits = splits or choose_splits(batch, kv_heads, capacity)
     rows = triton.next_power_of_2(q_heads // kv_heads)
-    lanes = triton.next_power_of_2(max(dim, 16))
+    # half of them are the least that a product adds over
+    lanes = triton.next_power_of_2(max(dim, 32))
     return (
         torch.empty(batch * kv_heads, splits, rows, lanes, dtype=torch.float32, device=device),
         torch.empty(batch * kv_heads, splits, rows, 2, dtype=torch.float32, device=device),
@@ -138,6 +139,8 @@ def _check_caches(
     if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
         raise FormatError("the last dimension of both caches must be consecutive in memory")
     packed = k_cache.dtype in PACKED_DTYPES
+    if packed and k_cache.shape[-1] % 2:
+        raise FormatError(f"heads of {k_cache.shape[-1]} elements; those of 8 bits are read in pairs")
     for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
         if (scales is not None) != packed:
             raise FormatError(f"a {k_cache.dtype} cache {'needs' if packed else 'takes no'} {name}")

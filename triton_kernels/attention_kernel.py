@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from realizar_torch.triton_kernels.attention_merge import finish, merged_runs, sum_of_warps
+from realizar_torch.triton_kernels.attention_packed import packed_sums, squash
 from realizar_torch.triton_kernels.cache_rows import packed_row
 from realizar_torch.triton_kernels.primitives import (
     INTERPRETED,
@@ -16,14 +17,6 @@ from realizar_torch.triton_kernels.rope import rotated_heads
 
 # bytes that a load brings to the L2 cache at once
 LINE = tl.constexpr(128)
-
-
-@triton.jit
-def _squash(score, softcap, HAS_SOFTCAP: tl.constexpr):
-    """softcap * tanh(score * ln 2 / 2)."""
-    if HAS_SOFTCAP:
-        score = softcap * (1.0 - 2.0 / (tl.exp2(score) + 1.0))
-    return score
 
 
 @triton.jit
@@ -98,40 +91,42 @@ def attention_kernel(
             heads + (kv_head * GROUP + member)[:, None] * D, (member < GROUP)[:, None], turn, cos, sin,
             q_norm, eps, D, ROTARY, LANES, HAS_NORM, ZERO_CENTERED,
         )  # fmt: skip
-        # holds 8-bit elements exactly
-        TYPE: tl.constexpr = tl.bfloat16 if PACKED else k_cache.dtype.element_ty
-        query = cast(query, TYPE)
-        if INTERPRETED:
-            # the interpreter multiplies the bit patterns of bf16
-            query = query.to(tl.float32)
-        # copies of the heads fill the rows of a product
-        rows = tl.reshape(tl.broadcast_to(query[None, :, :], [G // P, P, LANES]), [G, LANES])
-        rows = tl.broadcast_to(rows[None, :, :], [W, G, LANES])
-        tile = tl.arange(0, W)[:, None] * T + tl.arange(0, T)[None, :]
-        highest = tl.full([W, G], -1e38, tl.float32)
-        weight = tl.zeros([W, G], tl.float32)
-        total = tl.zeros([W, G, LANES], tl.float32)
-        for first in tl.range(begin, end, STEP, num_stages=STAGES):
-            column = first + tile
-            live = column < end
-            mask = live[:, :, None] & present[None, None, :]
-            at = column.to(tl.int64)[:, :, None]
-            k = tl.load(keys + at * k_position + lane[None, None, :], mask=mask, other=0.0)
-            v = tl.load(values + at * v_position + lane[None, None, :], mask=mask, other=0.0)
-            OPERAND: tl.constexpr = tl.float32 if INTERPRETED else TYPE
-            k, v = k.to(OPERAND), v.to(OPERAND)
-            score = tl.dot(rows, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
-            if PACKED:
-                score *= tl.load(k_scales + scales + column, mask=live, other=0)[:, None, :]
-            score = tl.where(live[:, None, :], _squash(score, softcap, HAS_SOFTCAP), float("-inf"))
-            top = tl.maximum(highest, tl.max(score, 2))
-            share = tl.exp2(score - top[:, :, None])
-            shrink = tl.exp2(highest - top)
-            weight = weight * shrink + tl.sum(share, 2)
-            if PACKED:
-                share *= tl.load(v_scales + scales + column, mask=live, other=0)[:, None, :]
-            total = tl.dot(cast(share, v.dtype), v, total * shrink[:, :, None], input_precision="ieee")
-            highest = top
+        if PACKED:
+            highest, weight, total, query = packed_sums(
+                query, keys, values, k_scales + scales, v_scales + scales, k_position, v_position,
+                begin, end, scale, softcap, G, W, T, D, STAGES, HAS_SOFTCAP,
+                tl.int8 == k_cache.dtype.element_ty,
+            )  # fmt: skip
+        else:
+            TYPE: tl.constexpr = k_cache.dtype.element_ty
+            query = cast(query, TYPE)
+            if INTERPRETED:
+                # the interpreter multiplies the bit patterns of bf16
+                query = query.to(tl.float32)
+            # copies of the heads fill the rows of a product
+            rows = tl.reshape(tl.broadcast_to(query[None, :, :], [G // P, P, LANES]), [G, LANES])
+            rows = tl.broadcast_to(rows[None, :, :], [W, G, LANES])
+            tile = tl.arange(0, W)[:, None] * T + tl.arange(0, T)[None, :]
+            highest = tl.full([W, G], -1e38, tl.float32)
+            weight = tl.zeros([W, G], tl.float32)
+            total = tl.zeros([W, G, LANES], tl.float32)
+            for first in tl.range(begin, end, STEP, num_stages=STAGES):
+                column = first + tile
+                live = column < end
+                mask = live[:, :, None] & present[None, None, :]
+                at = column.to(tl.int64)[:, :, None]
+                k = tl.load(keys + at * k_position + lane[None, None, :], mask=mask, other=0.0)
+                v = tl.load(values + at * v_position + lane[None, None, :], mask=mask, other=0.0)
+                OPERAND: tl.constexpr = tl.float32 if INTERPRETED else TYPE
+                k, v = k.to(OPERAND), v.to(OPERAND)
+                score = tl.dot(rows, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
+                score = tl.where(live[:, None, :], squash(score, softcap, HAS_SOFTCAP), float("-inf"))
+                top = tl.maximum(highest, tl.max(score, 2))
+                share = tl.exp2(score - top[:, :, None])
+                shrink = tl.exp2(highest - top)
+                weight = weight * shrink + tl.sum(share, 2)
+                total = tl.dot(cast(share, v.dtype), v, total * shrink[:, :, None], input_precision="ieee")
+                highest = top
         # one of the copies, all warps
         top = tl.max(tl.reshape(highest, [W * (G // P), P]), 0)
         own = tl.full([P], 0.0, tl.float32)
@@ -154,7 +149,7 @@ def attention_kernel(
                 tl.store(k_scales + at, k_scale, mask=at < tl.where(known, at + 1, 0))
                 tl.store(v_scales + at, v_scale, mask=at < tl.where(known, at + 1, 0))
             score = tl.sum(query.to(tl.float32) * k_seen, 1) * scale
-            score = tl.where(known, _squash(score, softcap, HAS_SOFTCAP), float("nan"))
+            score = tl.where(known, squash(score, softcap, HAS_SOFTCAP), float("nan"))
             top = tl.maximum(top, score)
             own = tl.exp2(score - top)
         whole = tl.reshape(tl.broadcast_to(top[None, :], [G // P, P]), [G])

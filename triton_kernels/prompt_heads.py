@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from realizar_torch.triton_kernels.cache_rows import packed_row
 from realizar_torch.triton_kernels.launch import on_device
 from realizar_torch.triton_kernels.primitives import cast
 from realizar_torch.triton_kernels.rope import rotated_heads
@@ -11,16 +12,16 @@ from realizar_torch.triton_kernels.rope import rotated_heads
 
 @triton.jit
 def _heads_kernel(
-    qkv, places, cos, sin, q_norm, k_norm, eps, q, k_cache, v_cache,
-    k_batch, k_head, k_position, v_batch, v_head, v_position,
+    qkv, places, cos, sin, q_norm, k_norm, eps, q, k_cache, v_cache, k_scales, v_scales,
+    k_batch, k_head, k_position, v_batch, v_head, v_position, s_batch, s_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, G: tl.constexpr,
-    LANES: tl.constexpr, HAS_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    LANES: tl.constexpr, HAS_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Program (r, h): key head h of token r, its value, and the GROUP query heads that share it.
 
     Row r of qkv ``[N, GROUP * KV_HEADS + 2 * KV_HEADS, D]`` and of cos and sin; places[r] = (sequence, slot)
     says where in the caches k and v go, sequence -1 that they go nowhere; q goes to row r of ``q [N, GROUP *
-    KV_HEADS, D]``.
+    KV_HEADS, D]``. PACKED: rows of the caches have a scale each.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -45,8 +46,15 @@ def _heads_kernel(
     keys = k_cache + sequence * k_batch + kv_head.to(tl.int64) * k_head + slot * k_position
     values = v_cache + sequence * v_batch + kv_head.to(tl.int64) * v_head + slot * v_position
     stored = lane < tl.where(sequence >= 0, D, 0)
-    tl.store(keys + lane, cast(key, k_cache.dtype.element_ty), mask=stored)
-    tl.store(values + lane, cast(value, v_cache.dtype.element_ty), mask=stored)
+    key, k_scale, _ = packed_row(key, k_cache.dtype.element_ty)
+    value, v_scale, _ = packed_row(value, v_cache.dtype.element_ty)
+    tl.store(keys + lane, key, mask=stored)
+    tl.store(values + lane, value, mask=stored)
+    if PACKED:
+        at = sequence * s_batch + kv_head.to(tl.int64) * s_head + slot + tl.arange(0, 1)
+        known = tl.arange(0, 1) < tl.where(sequence >= 0, 1, 0)
+        tl.store(k_scales + at, k_scale, mask=known)
+        tl.store(v_scales + at, v_scale, mask=known)
 
 
 def place_heads(
@@ -62,6 +70,8 @@ def place_heads(
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     zero_centered: bool = False,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> None:
     """Fills ``q`` and the caches' rows ``places``; nothing is checked: GpuPrompt makes all of it.
 
@@ -69,16 +79,19 @@ def place_heads(
     token;
     cos and sin fp32 ``[N, rotary / 2]`` of the tokens' angles: halves (i, i + rotary/2) turn. q_norm and
     k_norm ``[D]``: RMSNorm of every head before that. q ``[N, q_heads, D]``; caches ``[batch, kv_heads,
-    capacity, D]``, views with consecutive D.
+    capacity, D]``, views with consecutive D; those of int8 or float8_e4m3fn have k_scales and v_scales fp32
+    ``[batch, kv_heads, capacity]`` of equal strides.
     """
     rows, q_heads, dim = q.shape
     kv_heads = k_cache.shape[1]
     group = q_heads // kv_heads
     with on_device(qkv.device):
         _heads_kernel[(rows, kv_heads)](
-            qkv, places, cos, sin, q_norm, k_norm, eps, q, k_cache, v_cache,
+            qkv, places, cos, sin, q_norm, k_norm, eps, q, k_cache, v_cache, k_scales, v_scales,
             *k_cache.stride()[:3], *v_cache.stride()[:3],
+            *(k_scales.stride()[:2] if k_scales is not None else (0, 0)),
             KV_HEADS=kv_heads, GROUP=group, D=dim, ROTARY=2 * cos.shape[1], G=triton.next_power_of_2(group),
             LANES=triton.next_power_of_2(dim), HAS_NORM=q_norm is not None, ZERO_CENTERED=zero_centered,
+            PACKED=k_scales is not None,
             num_warps=2, enable_fp_fusion=True,
         )  # fmt: skip

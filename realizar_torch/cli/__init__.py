@@ -136,6 +136,10 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-seq-len", type=_positive, help="positions of the KV cache (default: up to 4096)"
     )
+    parser.add_argument(
+        "--kv-dtype", choices=("fp8", "int8", "float16", "bfloat16", "float32"),
+        help="elements of the KV cache; fp8 and int8 halve its memory (default: as the model computes)",
+    )  # fmt: skip
     parser.add_argument("-t", "--threads", type=_positive, help="CPU threads (default: torch's)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

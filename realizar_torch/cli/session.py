@@ -74,7 +74,11 @@ def open_session(args: argparse.Namespace) -> Session:
     if args.threads:
         torch.set_num_threads(_sensible_threads(args.threads))
     model, tokenizer = load(
-        path, device=args.device, max_seq_len=args.max_seq_len, activations=args.activations
+        path,
+        device=args.device,
+        kv_dtype=args.kv_dtype,
+        max_seq_len=args.max_seq_len,
+        activations=args.activations,
     )
     loaded = time.perf_counter()
     return Session(path, model, tokenizer, imported - started, loaded - imported, notice)

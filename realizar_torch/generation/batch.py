@@ -222,4 +222,4 @@ class BatchedGenerator:
 
 def _kind(model: Any) -> tuple:
     """What a cache for the model has to be like."""
-    return model.device, model.dtype
+    return model.device, model.dtype, model.cache_dtype

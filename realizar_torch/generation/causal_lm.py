@@ -21,6 +21,7 @@ from realizar_torch.models.overrides import OverriddenSource
 from realizar_torch.models.saved_format import Origin
 from realizar_torch.models.sources import open_source, open_tokenizer
 from realizar_torch.models.transformer import Transformer
+from realizar_torch.nn.kv_cache import CACHE_DTYPES
 from realizar_torch.ops.checks import ACTIVATIONS, FLOATS, check_choice
 from realizar_torch.surgery import prepack
 
@@ -51,6 +52,7 @@ def load(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str = "auto",
+    kv_dtype: torch.dtype | str | None = None,
     max_seq_len: int | None = None,
     batch_size: int = 1,
     activations: str = "int8",
@@ -63,12 +65,14 @@ def load(
     wrote or that is a Hugging Face one (config.json, safetensors, tokenizer.json), or ``owner/name:QUANT`` on
     the Hugging Face Hub.
 
-    device: None is a GPU if torch sees one, else the CPU. dtype: of activations, norms, KV cache and dense
-    weights, a torch dtype or its name; "auto" is bfloat16 on a GPU and float32 elsewhere. max_seq_len:
-    positions a request may use; None is min(the file's context length, 4096). batch_size: sequences, 1 to 32,
-    that a GPU's KV cache is made for at once; a larger request makes it grow. activations: "int8" or "float",
-    the numerics of packed linears. quantize: a packed format, or patterns on GGUF names and their formats,
-    for the dense matrices of the file, encoded one by one while they are read (``models.encoding``). config:
+    device: None is a GPU if torch sees one, else the CPU. dtype: of activations, norms and dense weights, a
+    torch dtype or its name; "auto" is bfloat16 on a GPU and float32 elsewhere. kv_dtype: of the KV cache,
+    None is ``dtype``; "fp8" (e4m3) or "int8" keep a byte per element and a scale per position and head, which
+    halves the memory that a long context takes and that its steps read (``KVCache``). max_seq_len: positions
+    a request may use; None is min(the file's context length, 4096). batch_size: sequences, 1 to 32, that a
+    GPU's KV cache is made for at once; a larger request makes it grow. activations: "int8" or "float", the
+    numerics of packed linears. quantize: a packed format, or patterns on GGUF names and their formats, for
+    the dense matrices of the file, encoded one by one while they are read (``models.encoding``). config:
     metadata keys that replace the file's, {"llama.rope.freq_base": 1e6}. tokenizer: in place of the file's
     own, a Tokenizer or the path of a model or a tokenizer.json. progress: called with (layers loaded, layers
     in all).
@@ -82,6 +86,7 @@ def load(
     check_choice("activations", activations, ACTIVATIONS)
     target = _usable_device(device)
     number_type = _float_type(dtype, target)
+    cache_type = _cache_type(kv_dtype)
     if type(batch_size) is not int or not 1 <= batch_size <= MAX_BATCH:
         raise FormatError(f"batch_size is {batch_size!r}; expected 1 to {MAX_BATCH}")
 
@@ -104,7 +109,7 @@ def load(
     assert isinstance(model, CausalLM)
     prepack(model)
     model.origin = Origin.of(source)
-    model.max_seq_len = positions
+    model.max_seq_len, model.kv_dtype = positions, cache_type
     model.eos_token_ids, model.pad_token_id = opened.eos_token_ids, opened.pad_token_id
     if target.type == "cuda" and batch_size > 1:
         model.gpu_states.take(model, batch_size, positions).close()
@@ -132,6 +137,15 @@ def _float_type(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
     found = names.get(dtype) if isinstance(dtype, str) else dtype
     if found not in FLOATS:
         raise FormatError(f"dtype is {dtype!r}, expected 'auto' or one of {', '.join(names)}")
+    return found
+
+
+def _cache_type(kv_dtype: torch.dtype | str | None) -> torch.dtype | None:
+    names = {str(known).removeprefix("torch."): known for known in CACHE_DTYPES}
+    names["fp8"] = torch.float8_e4m3fn
+    found = names.get(kv_dtype) if isinstance(kv_dtype, str) else kv_dtype
+    if kv_dtype is not None and found not in CACHE_DTYPES:
+        raise FormatError(f"kv_dtype is {kv_dtype!r}, expected None or one of {', '.join(names)}")
     return found
 
 

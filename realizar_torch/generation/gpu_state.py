@@ -9,19 +9,18 @@ from realizar_torch.generation.gpu_step import GpuStep, why_not
 from realizar_torch.generation.graph import DecodeGraph
 from realizar_torch.generation.workspace import Workspace
 from realizar_torch.models.transformer import Transformer
-from realizar_torch.nn.kv_cache import KVCache
 
 
 class GpuState:
     """Cache, workspace, and a DecodeGraph for every batch size seen. One generation uses it at a time."""
 
     def __init__(self, model: Transformer, batch_size: int, max_positions: int, owner: "GpuStates | None"):
-        self.cache = KVCache(model.config, batch_size, max_positions, device=model.device, dtype=model.dtype)
+        self.cache = model.new_cache(batch_size, max_positions)
         self.workspace = Workspace.for_model(model.config, batch_size, device=model.device)
         self.decoder: DecodeGraph | None = None
         self.prompt: GpuPrompt | None = None
         self._decoders: dict[int, DecodeGraph] = {}
-        self._owner, self._made_for = owner, (model.device, model.dtype)
+        self._owner, self._made_for = owner, (model.device, model.dtype, model.cache_dtype)
         self._identity: tuple = ()
 
     @property
@@ -29,7 +28,7 @@ class GpuState:
         return None if self.decoder is None else self.decoder.step
 
     def fits(self, model: Transformer) -> bool:
-        return self._made_for == (model.device, model.dtype)
+        return self._made_for == (model.device, model.dtype, model.cache_dtype)
 
     def ensure(self, batch_size: int, max_positions: int) -> None:
         """Empties the cache and makes room; graphs are dropped if anything has moved."""

@@ -11,6 +11,7 @@ from realizar_torch.generation.gpu_linears import Activations, GpuLinears
 from realizar_torch.generation.workspace import MAX_BATCH, Workspace
 from realizar_torch.models.transformer import Block, Transformer
 from realizar_torch.nn.attention import Attention
+from realizar_torch.nn.cache_rows import LARGEST
 from realizar_torch.nn.embedding import QuantizedEmbedding
 from realizar_torch.nn.experts import MixtureOfExperts
 from realizar_torch.nn.kv_cache import KVCache
@@ -31,8 +32,10 @@ def why_not(model: Transformer, cache: KVCache) -> str | None:
         return f"the model is on {model.device}"
     if problem() is not None:
         return f"Triton cannot be used: {problem()}"
-    if cache.keys.dtype not in _DTYPES or model.dtype not in _DTYPES:
-        return f"the model computes in {model.dtype}"
+    if cache.dtype not in (*_DTYPES, *LARGEST) or model.dtype not in _DTYPES:
+        return f"the model computes in {model.dtype}, with a cache of {cache.dtype}"
+    if cache.dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(model.device) < (8, 9):
+        return "an fp8 cache takes a GPU of compute capability 8.9 or later; int8 does not"
     if cache.batch_size > MAX_BATCH:
         return f"the batch of {cache.batch_size} is larger than {MAX_BATCH}"
     if found := obstacle(model, experts=True) or padding_obstacle(model):
@@ -226,6 +229,7 @@ class GpuStep:
             out=self._view(self._workspace.wide, config.q_dim),
             int8=self._linears.int8_view(config.q_dim) if inside else None,
             dependent=self._dependent,
+            **cache.layer_scales(index),
             **norms,
         )
         return quantized if inside else self._linears.quantized(out, attention.o_proj)

@@ -53,9 +53,7 @@ class DecodeGraph:
     ) -> None:
         config = model.config
         if cache is None:
-            cache = KVCache(
-                config, batch_size, max_seq_len or model.max_seq_len, device=model.device, dtype=model.dtype
-            )
+            cache = model.new_cache(batch_size, max_seq_len or model.max_seq_len)
         if workspace is None:
             workspace = Workspace.for_model(config, batch_size, device=model.device)
         reason = why_not(model, cache)

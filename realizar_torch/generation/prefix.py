@@ -102,7 +102,12 @@ def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
 def _fingerprint(model: Any) -> tuple:
     """Differs when a tensor of the model has moved or was written to."""
     tensors = itertools.chain(model.parameters(), model.buffers())
-    return model.device, model.dtype, tuple((tensor.data_ptr(), _version(tensor)) for tensor in tensors)
+    return (
+        model.device,
+        model.dtype,
+        model.cache_dtype,
+        tuple((tensor.data_ptr(), _version(tensor)) for tensor in tensors),
+    )
 
 
 def _version(tensor: Tensor) -> int:

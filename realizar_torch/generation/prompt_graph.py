@@ -83,7 +83,8 @@ class PromptGraphs:
         return bucket.result[:wanted].clone()
 
     def _bucket(self, count: int, cache: KVCache) -> _Bucket:
-        place = (cache.keys.data_ptr(), cache.values.data_ptr(), cache.starts.data_ptr(), cache.keys.stride())
+        parts = [cache.keys, cache.values, cache.starts] + ([] if cache.scales is None else [cache.scales])
+        place = (*(part.data_ptr() for part in parts), cache.dtype, cache.keys.stride())
         if place != self._place:
             self._buckets.clear()
             self._new_pool()

@@ -110,6 +110,7 @@ class PromptPass:
             self._part("attended"),
             scale=layer.self_attn.scale,
             window=self._model.config.window(index) or 0,
+            **cache.layer_scales(index),
         )
         projected = products.output(attended.flatten(1), self._part("projected"))
         normed = self._norm(layer.mlp_norm, self._normed(layer.post_attn_norm, projected), products.gate_up)
@@ -137,16 +138,16 @@ class PromptPass:
         """Rotated queries to ``_heads``, keys and values to the cache."""
         from realizar_torch.triton_kernels.prompt_heads import place_heads
 
-        norms: dict = {}
+        options: dict = self._cache.layer_scales(index)
         if attention.q_norm is not None and attention.k_norm is not None:
-            norms = {
+            options |= {
                 "q_norm": attention.q_norm.weight,
                 "k_norm": attention.k_norm.weight,
                 "eps": attention.q_norm.eps,
                 "zero_centered": attention.q_norm.zero_centered,
             }
         keys, values = self._cache.keys[index], self._cache.values[index]
-        place_heads(qkv, self._tables.places, *angles, self._heads, keys, values, **norms)
+        place_heads(qkv, self._tables.places, *angles, self._heads, keys, values, **options)
 
     def _part(self, name: str) -> Tensor:
         return getattr(self._memory, name)[: self._rows]

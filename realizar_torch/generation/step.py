@@ -14,7 +14,6 @@ from realizar_torch.generation.gpu_state import GpuState
 from realizar_torch.generation.workspace import Workspace
 from realizar_torch.metrics import RECORDING
 from realizar_torch.models.transformer import Transformer
-from realizar_torch.nn.kv_cache import KVCache
 from realizar_torch.ops.recording import observe
 
 
@@ -27,7 +26,7 @@ class DecodeState:
     decoder = None
 
     def __init__(self, model: Transformer, batch_size: int, max_positions: int):
-        self.cache = KVCache(model.config, batch_size, max_positions, device=model.device, dtype=model.dtype)
+        self.cache = model.new_cache(batch_size, max_positions)
         self.workspace = Workspace.for_model(model.config, batch_size, device=model.device)
         self.fused: CpuStep | None = None
         self.prompt: CpuPrompt | None = None

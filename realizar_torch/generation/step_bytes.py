@@ -5,6 +5,7 @@ from collections import Counter
 from torch import nn
 
 from realizar_torch.models.transformer import Transformer
+from realizar_torch.nn.cache_rows import row_bytes
 from realizar_torch.nn.embedding import QuantizedEmbedding
 from realizar_torch.nn.experts import MixtureOfExperts
 
@@ -12,10 +13,10 @@ from realizar_torch.nn.experts import MixtureOfExperts
 def decode_bytes(model: Transformer, rows: int, prompt_tokens: int, steps: int) -> int:
     """Bytes that ``steps`` decode steps of ``rows`` sequences read behind ``prompt_tokens`` in all.
 
-    The cache has the model's dtype. Prompts of different lengths count with their mean.
+    Prompts of different lengths count with their mean.
     """
     config = model.config
-    position = 2 * config.kv_dim * model.dtype.itemsize
+    position = 2 * config.num_kv_heads * row_bytes(config.head_dim, model.cache_dtype)
     windows = Counter(config.window(layer) for layer in range(config.num_layers))
     seen = sum(
         layers * _positions(prompt_tokens // rows, steps, window) for window, layers in windows.items()

@@ -99,6 +99,8 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.config = config
+        # of keys and values in caches made for the model; None: its own
+        self.kv_dtype: torch.dtype | None = None
         self.embed_positions = embed_positions
         self.embed_tokens, self.layers, self.norm, self.lm_head = (
             embed_tokens,
@@ -122,6 +124,15 @@ class Transformer(nn.Module):
     def dtype(self) -> torch.dtype:
         """Dtype of activations and norms; packed weights stay uint8."""
         return self.norm.weight.dtype
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Dtype of keys and values in caches made for the model."""
+        return self.dtype if self.kv_dtype is None else self.kv_dtype
+
+    def new_cache(self, batch_size: int, max_seq_len: int) -> KVCache:
+        """An empty cache for ``batch_size`` sequences of up to ``max_seq_len`` positions."""
+        return KVCache(self.config, batch_size, max_seq_len, device=self.device, dtype=self.cache_dtype)
 
     def forward(
         self,

@@ -7,6 +7,11 @@ from torch import Tensor
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
+def row_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one row of a cache, its scale included."""
+    return head_dim * dtype.itemsize + (torch.float32.itemsize if dtype in LARGEST else 0)
+
+
 def quantize_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """rows [..., D] -> elements of ``dtype`` [..., D] and scales fp32 [...]: scale = amax / largest.
 

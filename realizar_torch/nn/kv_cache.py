@@ -7,6 +7,10 @@ import torch
 from torch import Tensor
 
 from realizar_torch.errors import CacheFullError, FormatError
+from realizar_torch.nn.cache_rows import LARGEST, dequantize_rows, quantize_rows
+from realizar_torch.ops.checks import FLOATS
+
+CACHE_DTYPES = (*FLOATS, *LARGEST)
 
 
 class CacheShape(Protocol):
@@ -21,9 +25,11 @@ class CacheShape(Protocol):
 
 
 class KVCache:
-    """Keys and values, each one tensor [layers, batch, kv_heads, max_seq_len, head_dim].
+    """Keys and values, each one tensor [layers, batch, kv_heads, max_seq_len, head_dim] of ``dtype``.
 
-    They are views of memory that ``ensure`` only ever grows: a smaller batch keeps every address.
+    dtype: a float type, or int8 or float8_e4m3fn, whose rows have a scale each: ``scales`` fp32 [2, layers,
+    batch, kv_heads, max_seq_len], of keys and of values (``quantize_rows`` has the errors); None for floats.
+    All are views of memory that ``ensure`` only ever grows: a smaller batch keeps every address.
 
     ``append`` writes behind ``length`` and returns everything up to and including the new rows, so a row is
     visible as soon as it is written; ``advance`` moves ``length`` once all layers have appended.
@@ -32,9 +38,11 @@ class KVCache:
 
     keys: Tensor
     values: Tensor
+    scales: Tensor | None
     starts: Tensor
     _keys: Tensor
     _values: Tensor
+    _scales: Tensor | None
     _starts: Tensor
 
     def __init__(
@@ -46,21 +54,26 @@ class KVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ):
+        if dtype not in CACHE_DTYPES:
+            raise FormatError(f"a cache of {dtype}; expected one of {', '.join(map(str, CACHE_DTYPES))}")
         self._config, self._device, self._dtype = config, device, dtype
         self._capacity = self.batch_size = self.max_seq_len = 0
         self.ensure(batch_size, max_seq_len)
 
     @classmethod
-    def over(cls, keys: Tensor, values: Tensor, length: int) -> Self:
+    def over(cls, keys: Tensor, values: Tensor, length: int, scales: Tensor | None = None) -> Self:
         """A cache over tensors of the caller like ``keys`` and ``values``; ``length`` positions are filled.
 
-        For what takes memory as arguments, as an exported step does; rows have no padding.
+        ``scales``: of 8-bit elements. For what takes memory as arguments, as an exported step does; no row is
+        padded.
         """
         layers, batch_size, kv_heads, max_seq_len, head_dim = keys.shape
+        if (keys.dtype in LARGEST) != (scales is not None):
+            raise FormatError(f"keys of {keys.dtype} {'without' if scales is None else 'with'} scales")
         cache = cls.__new__(cls)
         cache._config = SimpleNamespace(num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim)
         cache._device, cache._dtype = keys.device, keys.dtype
-        cache._keys, cache._values = keys, values
+        cache._keys, cache._values, cache._scales = keys, values, scales
         cache._starts = torch.zeros(batch_size, dtype=torch.int64, device=keys.device)
         cache._capacity, cache.max_seq_len = batch_size, max_seq_len
         cache._view(batch_size)
@@ -73,7 +86,9 @@ class KVCache:
         For rows that go on at positions of their own: what it appends is in this cache too, whose ``length``
         is that of no such row.
         """
-        return type(self).over(self.keys[:, index : index + 1], self.values[:, index : index + 1], length)
+        row = slice(index, index + 1)
+        scales = None if self.scales is None else self.scales[:, :, row]
+        return type(self).over(self.keys[:, row], self.values[:, row], length, scales)
 
     def ensure(self, batch_size: int, max_seq_len: int) -> bool:
         """Empties the cache and makes room for ``batch_size`` sequences of ``max_seq_len`` positions or more.
@@ -95,17 +110,21 @@ class KVCache:
         """The memory of ``batch_size`` sequences, empty and without padding."""
         self.batch_size = batch_size
         self.keys, self.values = self._keys[:, :batch_size], self._values[:, :batch_size]
+        self.scales = None if self._scales is None else self._scales[:, :, :batch_size]
         self.starts = self._starts[:batch_size]
         self._length, self._padded = 0, False
 
     def _allocate(self, batch_size: int, max_seq_len: int) -> None:
         if self._capacity:
             # freed first: two caches need not fit
-            del self._keys, self._values, self._starts, self.keys, self.values, self.starts
+            del self._keys, self._values, self._scales, self._starts
+            del self.keys, self.values, self.scales, self.starts
         config = self._config
         shape = (config.num_layers, batch_size, config.num_kv_heads, max_seq_len, config.head_dim)
         self._keys = torch.zeros(shape, device=self._device, dtype=self._dtype)
         self._values = torch.zeros(shape, device=self._device, dtype=self._dtype)
+        packed = self._dtype in LARGEST
+        self._scales = torch.zeros(2, *shape[:-1], device=self._device) if packed else None
         self._starts = torch.zeros(batch_size, dtype=torch.int64, device=self._device)
         self._capacity, self.max_seq_len = batch_size, max_seq_len
 
@@ -115,8 +134,21 @@ class KVCache:
         return self._length
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self.keys.dtype
+
+    @property
     def memory_bytes(self) -> int:
-        return self._keys.nbytes + self._values.nbytes
+        """Bytes of keys and values, scales included."""
+        return sum(part.nbytes for part in (self._keys, self._values, self._scales) if part is not None)
+
+    def layer_scales(self, layer: int) -> dict[str, Tensor]:
+        """``k_scales`` and ``v_scales`` fp32 [batch, kv_heads, max_seq_len] of a layer, as kernels take them;
+        nothing where elements are floats."""
+        if self.scales is None:
+            return {}
+        return {"k_scales": self.scales[0, layer], "v_scales": self.scales[1, layer]}
 
     @property
     def padded(self) -> bool:
@@ -141,7 +173,8 @@ class KVCache:
             )
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes [batch, kv_heads, T, head_dim] behind ``length``; returns views of all rows so far."""
+        """Writes [batch, kv_heads, T, head_dim] behind ``length``; returns all rows so far, as a reader sees
+        them: views of floats, or the elements of 8 bits times their scales, in the given dtype."""
         if not 0 <= layer < self.keys.shape[0]:
             raise FormatError(f"layer {layer} is outside the cache of {self.keys.shape[0]} layers")
         count = key.shape[2]
@@ -152,9 +185,20 @@ class KVCache:
             )
         self.require(count)
         end = self._length + count
-        self.keys[layer, :, :, self._length : end] = key
-        self.values[layer, :, :, self._length : end] = value
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        if self.scales is None:
+            self.keys[layer, :, :, self._length : end] = key
+            self.values[layer, :, :, self._length : end] = value
+            return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        pairs = ((self.keys, self.scales[0], key), (self.values, self.scales[1], value))
+        for memory, scales, rows in pairs:
+            elements, new_scales = quantize_rows(rows, memory.dtype)
+            memory[layer, :, :, self._length : end] = elements
+            scales[layer, :, :, self._length : end] = new_scales
+        keys, values = (
+            dequantize_rows(memory[layer, :, :, :end], scales[layer, :, :, :end], rows.dtype)
+            for memory, scales, rows in pairs
+        )
+        return keys, values
 
     def advance(self, positions: int) -> None:
         """Counts ``positions`` rows, appended to every layer, as cached."""
@@ -174,3 +218,5 @@ class KVCache:
         if zero:
             self.keys.zero_()
             self.values.zero_()
+            if self.scales is not None:
+                self.scales.zero_()
