@@ -11,7 +11,12 @@ from transformers import T5Config
 
 import realizar_torch as rt
 from realizar_torch.checkpoint.gguf import open_gguf
-from realizar_torch.errors import FormatError, GGUFError
+from realizar_torch.errors import (
+    FormatError,
+    GGUFError,
+    MissingTensorsError,
+    UnsupportedArchitectureError,
+)
 from realizar_torch.hf.loading import load_model
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -48,6 +53,23 @@ def test_sizes_of_the_file_that_transformers_refuses_are_the_files_fault(tmp_pat
     metadata = {"llama.attention.head_count": 7, "llama.attention.key_length": 32}
     path = write_tiny_llama(tmp_path / "tiny.gguf", metadata=metadata)
     with pytest.raises(GGUFError, match=r"tiny\.gguf: transformers refuses what the file says"):
+        rt.hf.from_gguf(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "message"),
+    [
+        ("block_count", 2**31 - 1, MissingTensorsError, "has only 21 tensors"),
+        ("rope.dimension_count", 64, GGUFError, "64 of the 32 elements of a head"),
+        ("attention.value_length", 16, UnsupportedArchitectureError, "value_length is 16"),
+    ],
+)
+def test_impossible_sizes_are_refused_before_transformers_sees_them(
+    key: str, value: int, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    """transformers would rotate more than there is, and list layers until the memory ends."""
+    path = write_tiny_llama(tmp_path / "tiny.gguf", metadata={f"llama.{key}": value})
+    with pytest.raises(error, match=message):
         rt.hf.from_gguf(path)
 
 

@@ -18,7 +18,7 @@ from realizar_torch.errors import (
     UnsupportedArchitectureError,
 )
 from realizar_torch.hf.architectures import SIZES, Architecture
-from realizar_torch.models.config import one_in
+from realizar_torch.models.config import check_value_length, one_in, read_rotary_dim
 from realizar_torch.models.metadata import Keys
 from realizar_torch.models.rope_scaling import read_rope_scaling
 
@@ -62,6 +62,11 @@ def read_config(
         raise MissingTensorsError(f"{source}: missing token_embd.weight, the table of embeddings")
 
     sizes = _sizes(keys)
+    if (layers := sizes["num_hidden_layers"]) > len(file.tensors):
+        # transformers makes lists of that length
+        raise MissingTensorsError(
+            f"{source}: block_count is {layers}, but the file has only {len(file.tensors)} tensors"
+        )
     names = {name: row.renamed.get(name, name) for name in sizes}
     fields: dict[str, Any] = {name: sizes[size] for size, name in names.items() if name is not None}
     fields[row.epsilon[0]] = keys.positive(row.epsilon[1], kind=float)
@@ -77,11 +82,11 @@ def read_config(
     model_type = row.windowed_type if window and row.windowed_type else row.model_type
     config_class = CONFIG_MAPPING[model_type]
     if model_type == row.windowed_type or not row.windowed_type:
-        fields |= _windows(keys, window, sizes["num_hidden_layers"], config_class)
+        fields |= _windows(keys, window, layers, config_class)
     for name, tensor in row.flags.items():
         fields[name] = (tensor.removeprefix("!") in file.tensors) != tensor.startswith("!")
     if row.query_scalar is not None:
-        wide = sizes["num_hidden_layers"] == row.query_scalar
+        wide = layers == row.query_scalar
         by_width = sizes["hidden_size"] // sizes["num_attention_heads"]
         fields["query_pre_attn_scalar"] = by_width if wide else sizes["head_dim"]
     if row.rope_theta is not None:
@@ -122,12 +127,7 @@ def _sizes(keys: Keys) -> dict[str, int]:
         "head_dim": keys.positive("embedding_length") // heads,
     }
     sizes = {name: keys.positive(key, default=defaults.get(name)) for name, key in SIZES.items()}
-    value_size = keys.positive("attention.value_length", default=sizes["head_dim"])
-    if value_size != sizes["head_dim"]:
-        raise UnsupportedArchitectureError(
-            f"{keys.source}: attention.value_length is {value_size}, only the key length "
-            f"{sizes['head_dim']} is supported"
-        )
+    check_value_length(keys, sizes["head_dim"])
     return sizes
 
 
@@ -169,7 +169,7 @@ def _rope(
     """The config's ``rope_parameters``, and ``original_max_position_embeddings`` where it has a say."""
     assert row.rope_theta is not None
     theta = keys.positive("rope.freq_base", default=row.rope_theta, kind=float)
-    rotated = keys.positive("rope.dimension_count", default=sizes["head_dim"])
+    rotated = read_rotary_dim(keys, sizes["head_dim"])
     scaling = read_rope_scaling(keys, theta)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if rotated != sizes["head_dim"]:

@@ -95,6 +95,7 @@ class ModelConfig:
             sentence = f"{heads} heads cannot share {kv_heads} key/value heads evenly"
             raise keys.wrong(sentence, "attention.head_count_kv", "attention.head_count")
         head_dim = keys.positive("attention.key_length", default=hidden // heads)
+        check_value_length(keys, head_dim)
         scale = arch.attention_scale(hidden, layers, heads, head_dim)
         logit_scale = keys.factor("logit_scale")
         theta = keys.positive("rope.freq_base", default=arch.rope_theta, kind=float)
@@ -111,7 +112,7 @@ class ModelConfig:
             context_length=keys.positive("context_length"),
             norm_eps=keys.positive(_EPSILON[arch.normalization], kind=float),
             rope_theta=theta,
-            rotary_dim=_rotary_dim(keys, head_dim),
+            rotary_dim=read_rotary_dim(keys, head_dim),
             rope_scaling=read_rope_scaling(keys, theta),
             attention_scale=_attention_scale(keys, scale),
             local_rope_theta=_local_rope_theta(keys, arch, theta) if window and arch.local_rope else None,
@@ -144,20 +145,24 @@ def _vocab_size(metadata: Mapping[str, Any], keys: Keys) -> int:
     return declared
 
 
-def _rotary_dim(keys: Keys, head_dim: int) -> int:
-    """Rotated elements of a head. Values must be as long as keys, as the cache holds both alike."""
+def check_value_length(keys: Keys, head_dim: int) -> None:
+    """UnsupportedArchitectureError unless values are as long as keys: the cache holds both alike."""
     if (found := keys.positive("attention.value_length", default=head_dim)) != head_dim:
         raise UnsupportedArchitectureError(
             f"{keys.source}: attention.value_length is {found}, only the key length {head_dim} is supported"
         )
-    rotary_dim = keys.positive("rope.dimension_count", default=head_dim)
-    if rotary_dim % 2 or rotary_dim > head_dim:
+
+
+def read_rotary_dim(keys: Keys, head_dim: int) -> int:
+    """Rotated elements of a head: an even number, at most all."""
+    size = keys.positive("rope.dimension_count", default=head_dim)
+    if size % 2 or size > head_dim:
         raise keys.wrong(
-            f"{rotary_dim} of the {head_dim} elements of a head are to be rotated; "
+            f"{size} of the {head_dim} elements of a head are to be rotated; "
             "rotary embedding needs an even number, at most all",
             *("rope.dimension_count", "attention.key_length", "embedding_length", "attention.head_count"),
         )
-    return rotary_dim
+    return size
 
 
 def _sliding(keys: Keys, arch: ArchSpec, layers: int) -> tuple[int | None, tuple[bool, ...]]:
