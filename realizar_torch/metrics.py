@@ -10,6 +10,8 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from realizar_torch.errors import BackendUnavailableError
+
 # upper edges of the histogram's buckets in microseconds; one more bucket holds what is longer
 HISTOGRAM_EDGES = (100, 500, 1000, 5000)
 
@@ -189,9 +191,15 @@ class DispatchMetrics:
         }
 
     def prometheus(self) -> str:
-        """The histograms as Prometheus text, in seconds. ImportError without ``prometheus_client``."""
-        from prometheus_client import CollectorRegistry, Histogram, generate_latest
-
+        """The histograms as Prometheus text, in seconds. BackendUnavailableError without
+        ``prometheus_client``."""
+        try:
+            from prometheus_client import CollectorRegistry, Histogram, generate_latest
+        except ImportError as error:
+            raise BackendUnavailableError(
+                f"the package prometheus_client cannot be imported ({error}); install it: "
+                "pip install 'realizar-torch[metrics]'"
+            ) from None
         registry = CollectorRegistry()
         histogram = Histogram(
             "realizar_dispatch_seconds",

@@ -3,6 +3,7 @@
 import contextvars
 import math
 import statistics
+import sys
 import threading
 
 import numpy as np
@@ -86,6 +87,12 @@ def test_prometheus_text():
     text = filled([50.0, 600.0], "embedding", "cuda").prometheus()
     assert 'realizar_dispatch_seconds_count{backend="cuda",op="embedding"} 2.0' in text
     assert 'realizar_dispatch_seconds_bucket{backend="cuda",le="0.0001",op="embedding"} 1.0' in text
+
+
+def test_without_the_client_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(rt.BackendUnavailableError, match=r"realizar-torch\[metrics\]"):
+        DispatchMetrics().prometheus()
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hf_directories import write_tokenizer
 from tiny_models import CHAT_TEMPLATE
+from tiny_tokenizers import plain_bpe
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 import realizar_torch as rt
@@ -115,6 +116,19 @@ def test_foreign_ids_are_refused(bpe, token):
         bpe.detokenizer().push(token)
     with pytest.raises(rt.FormatError, match="lone surrogate"):
         bpe.encode("a\ud800")
+
+
+@pytest.mark.parametrize("kind", ["json", "gguf"])
+def test_what_is_no_text_or_no_id_is_refused(kind, bpe):
+    """The commonest slip: the whole output of ``generate``, [1, T], instead of its row."""
+    tokenizer = bpe if kind == "json" else plain_bpe()
+    batch = torch.tensor([tokenizer.encode("the cat")])
+    with pytest.raises(rt.FormatError, match=r"a token id is tensor\(.*expected an integer.*ids\[0\]"):
+        tokenizer.decode(batch)
+    assert tokenizer.decode(batch[0]) == "the cat"
+    for text in (None, b"the cat", ["the", "cat"]):
+        with pytest.raises(rt.FormatError, match=f"the text is a {type(text).__name__}, expected a str"):
+            tokenizer.encode(text)
 
 
 @pytest.mark.parametrize("skip", [True, False])

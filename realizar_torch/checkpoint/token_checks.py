@@ -6,7 +6,9 @@ from realizar_torch.errors import FormatError
 
 
 def check_text(text: str) -> None:
-    """FormatError for text with lone surrogates."""
+    """FormatError for what is no text, and for text with lone surrogates."""
+    if not isinstance(text, str):
+        raise FormatError(f"the text is a {type(text).__name__}, expected a str; encode one text at a time")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -17,8 +19,14 @@ def check_text(text: str) -> None:
 
 
 def checked_id(token_id: int, size: int) -> int:
-    """The id as an int; FormatError for one outside a vocabulary of ``size`` ids."""
-    token_id = operator.index(token_id)
+    """The id as an int; FormatError for what is none, or outside a vocabulary of ``size`` ids."""
+    try:
+        token_id = operator.index(token_id)
+    except TypeError:
+        raise FormatError(
+            f"a token id is {token_id!r:.80}, expected an integer; decode one sequence at a time, ids[0] of a "
+            "batch"
+        ) from None
     if not 0 <= token_id < size:
         raise FormatError(
             f"token id {token_id} is outside the vocabulary of {size} tokens; "

@@ -12,7 +12,7 @@ from typing import Any
 from realizar_torch import __version__
 from realizar_torch.cli.bandwidth import read_bandwidth
 from realizar_torch.cli.session import Session, open_session
-from realizar_torch.errors import CacheFullError, FormatError, GGUFError
+from realizar_torch.errors import CacheFullError, FormatError
 from realizar_torch.metrics import mean_and_deviation
 
 
@@ -184,7 +184,7 @@ def perplexity(args: argparse.Namespace) -> int:
     try:
         text = Path(args.file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise GGUFError(f"{args.file} cannot be read as UTF-8 text: {error}") from None
+        raise FormatError(f"{args.file} cannot be read as UTF-8 text: {error}") from None
     session = open_session(args)
     session.announce_compiling()
     from realizar_torch import evaluation

@@ -23,9 +23,6 @@ class Keys:
     def __init__(self, metadata: Mapping[str, Any], arch: str, source: str):
         self._metadata, self._arch, self.source = metadata, arch, source
 
-    def __contains__(self, name: str) -> bool:
-        return f"{self._arch}.{name}" in self._metadata
-
     def wrong(self, sentence: str, *names: str) -> FormatError | GGUFError:
         """The error for what ``sentence`` says of the values of ``names``."""
         keys = (f"{self._arch}.{name}" for name in names)
