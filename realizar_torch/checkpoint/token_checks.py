@@ -24,8 +24,7 @@ def checked_id(token_id: int, size: int) -> int:
         token_id = operator.index(token_id)
     except TypeError:
         raise FormatError(
-            f"a token id is {token_id!r:.80}, expected an integer; decode one sequence at a time, ids[0] of a "
-            "batch"
+            f"a token id is {token_id!r:.80}, expected an integer; of a batch decode a row at a time, ids[0]"
         ) from None
     if not 0 <= token_id < size:
         raise FormatError(
