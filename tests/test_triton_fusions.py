@@ -7,16 +7,16 @@ from functools import partial
 
 import pytest
 import torch
+from attention_case import ATTENTION_TOLERANCE, AttentionCase
 from cases import assert_within, float_tolerance, int8_kernel_tolerance, random_activations, random_blocks
 from torch.nn import functional
 
 from realizar_torch import packing, reference
 from realizar_torch.errors import FormatError
-from realizar_torch.nn.cache_rows import dequantize_rows, quantize_rows
 
 pytest.importorskip("triton")
 
-from realizar_torch.triton_kernels.attention import attention_scratch, decode_attention
+from realizar_torch.triton_kernels.attention import attention_scratch
 from realizar_torch.triton_kernels.configs import AttentionLaunch
 from realizar_torch.triton_kernels.gate_up import gate_up, gate_up_int8
 from realizar_torch.triton_kernels.highest import highest_scratch, take_highest
@@ -95,88 +95,6 @@ def test_three_weights_of_different_formats_in_one_launch(third: str, batch: int
         assert_within(y, seen @ decoded.T + extra, int8_kernel_tolerance(seen, decoded) + 1e-6)
 
 
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x ``[..., D]`` float64, cos and sin ``[..., R/2]``: halves turned, written with complex numbers."""
-    turn = torch.complex(cos.double(), sin.double())
-    head, tail = x[..., : 2 * turn.shape[-1]], x[..., 2 * turn.shape[-1] :]
-    first, second = head.chunk(2, -1)
-    z = torch.complex(first, second) * turn
-    return torch.cat([z.real, z.imag, tail], -1)
-
-
-class AttentionCase:
-    """Random caches with ``positions`` known rows per sequence, new heads, and the float64 answer."""
-
-    def __init__(
-        self, positions, dtype, *, q_heads=6, kv_heads=2, dim=32, capacity=300, rotary=24, normed=False
-    ):
-        batch = len(positions)
-        self.scale, self.positions = 0.25, torch.tensor(positions, device=DEVICE)
-        self.qkv = torch.randn(batch, (q_heads + 2 * kv_heads) * dim, device=DEVICE)
-        # strided views, as layers of one allocation are
-        self.store = torch.randn(batch, capacity, 2, kv_heads, dim, device=DEVICE).to(dtype)
-        self.k, self.v = self.store[:, :, 0].transpose(1, 2), self.store[:, :, 1].transpose(1, 2)
-        angles = 3 * torch.rand(capacity, rotary // 2, device=DEVICE)
-        self.cos, self.sin = angles.cos(), angles.sin()
-        self.norms = {}
-        if normed:
-            gains = {name: torch.rand(dim, device=DEVICE) + 0.5 for name in ("q_norm", "k_norm")}
-            self.norms = gains | {"eps": 1e-6, "zero_centered": True}
-        self.heads = self.qkv.double().view(batch, -1, dim).split([q_heads, kv_heads, kv_heads], 1)
-
-        self.scales = {}
-
-    def pack(self, dtype):
-        """Both caches in an 8-bit type; k and v become what a reader sees."""
-        (k, k_scales), (v, v_scales) = (quantize_rows(rows, dtype) for rows in (self.k, self.v))
-        self.scales = {"k_scales": k_scales, "v_scales": v_scales}
-        self.k, self.v = (dequantize_rows(*pair, torch.float64) for pair in ((k, k_scales), (v, v_scales)))
-        return k, v
-
-    def run(self, **options):
-        options |= {"scale": self.scale} | self.norms
-        return decode_attention(self.qkv, self.k, self.v, self.positions, self.cos, self.sin, **options)
-
-    def new_heads(self, starts=None):
-        """Rotated q and k and the new v of every sequence, float64 ``[batch, heads, D]``."""
-        q, k, v = self.heads
-        if self.norms:
-            q, k = (
-                p / (p.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + self.norms[name].double())
-                for p, name in ((q, "q_norm"), (k, "k_norm"))
-            )
-        at = self.positions - (0 if starts is None else starts)
-        return *(rotated(p, self.cos[at][:, None], self.sin[at][:, None]) for p in (q, k)), v
-
-    def expected(self, starts=None, window=0, softcap=0.0, stored=False):
-        """``stored``: the new rows as the caches hold them."""
-        q, k_new, v_new = self.new_heads(starts)
-        dtype, group = self.k.dtype, q.shape[1] // k_new.shape[1]
-        out = torch.zeros_like(q)
-        for b, position in enumerate(self.positions.tolist()):
-            start = 0 if starts is None else int(starts[b])
-            if window:
-                start = max(start, position + 1 - window)
-            if stored:
-                k_new[b], v_new[b] = self.k[b, :, position], self.v[b, :, position]
-            for h in range(q.shape[1]):
-                keys = torch.cat(
-                    [self.k[b, h // group, start:position], k_new[b, h // group, None].to(dtype)]
-                )
-                values = torch.cat(
-                    [self.v[b, h // group, start:position], v_new[b, h // group, None].to(dtype)]
-                )
-                score = keys.double() @ q[b, h] * self.scale
-                if softcap:
-                    score = softcap * torch.tanh(score / softcap)
-                out[b, h] = score.softmax(0) @ values.double()
-        return out.flatten(1)
-
-
-# a query and probabilities rounded to the cache's type: 2^-8 of |score| <= 4 and of |v| <= 4 for bf16
-ATTENTION_TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (30, 0.0), (0, 5.0)])
 @pytest.mark.parametrize("launch", [None, AttentionLaunch(2, 16, 2, 1, 1, 2)], ids=["one run", "merged runs"])
@@ -211,32 +129,6 @@ def test_the_new_position_is_rotated_and_written(rotary: int, normed: bool, padd
         assert torch.equal(case.v[row, :, position].double(), v[row])
         before[row, position] = case.store[row, position]
     assert torch.equal(case.store, before), "another position was written"
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("launch", [None, AttentionLaunch(2, 16, 2, 1, 1, 2)], ids=["one run", "merged runs"])
-def test_caches_of_8_bits(dtype: torch.dtype, launch: AttentionLaunch | None) -> None:
-    case = AttentionCase([70, 0], torch.float32, q_heads=3, kv_heads=1, capacity=80)
-    k, v = case.pack(dtype)
-    _, k_new, v_new = case.new_heads()
-    found, _ = decode_attention(
-        case.qkv, k, v, case.positions, case.cos, case.sin, scale=case.scale, launch=launch, **case.scales
-    )
-    for row, position in enumerate(case.positions.tolist()):
-        for cache, seen, scales, new in (
-            (k, case.k, case.scales["k_scales"], k_new), (v, case.v, case.scales["v_scales"], v_new)
-        ):  # fmt: skip
-            elements, scale = quantize_rows(new[row], dtype)
-            torch.testing.assert_close(scales[row, :, position], scale, rtol=1e-6, atol=0)
-            stored = dequantize_rows(cache[row, :, position], scales[row, :, position], torch.float64)
-            # a sum in another order may round to the neighbour
-            near = dequantize_rows(elements, scale, torch.float64)
-            step = scale[:, None] if dtype == torch.int8 else near.abs() / 8 + scale[:, None] / 512
-            assert ((stored - near).abs() <= 1.001 * step).all() and (stored == near).double().mean() > 0.9
-            seen[row, :, position] = stored
-    # the new rows are those that were stored
-    expected = case.expected(stored=True)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=ATTENTION_TOLERANCE[torch.bfloat16])
 
 
 def test_a_position_outside_the_cache_is_not_written() -> None:
