@@ -77,7 +77,8 @@ def fill_row(
     if not ids:
         return
     tokens = _int64(ids).to(model.device)
-    if isinstance(state.prompt, GpuPrompt):
+    if isinstance(state, GpuState) and isinstance(state.prompt, GpuPrompt):
+        state.compile(model, len(ids))
         piece = Piece(row, slot, len(ids), wanted=False)
         state.prompt.fill(tokens, [piece], state.cache, cuda_graph=cuda_graph)
     elif state.prompt is not None:

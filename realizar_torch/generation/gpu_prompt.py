@@ -1,6 +1,6 @@
 """GpuPrompt: prompts through all layers of a packed Transformer on GPU kernels, many tokens at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -88,6 +88,10 @@ class GpuPrompt:
         last = self.fill(tokens, pieces, cache, cuda_graph=cuda_graph)
         cache.advance(count)
         return model.logits(last)
+
+    def rehearsal(self, rows: int, cache: KVCache) -> Callable[[], Tensor] | None:
+        """A pass of ``rows`` rows to be rehearsed, whose result tells nothing; None after the first."""
+        return self._graphs.rehearsal(rows, cache)
 
     @torch.no_grad()
     def fill(

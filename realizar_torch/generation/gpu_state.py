@@ -1,5 +1,6 @@
 """What a model needs to decode on a GPU, kept between requests so that addresses and graphs stay valid."""
 
+from collections.abc import Callable
 from typing import Any
 
 from realizar_torch.caller import warn_caller
@@ -7,6 +8,7 @@ from realizar_torch.generation import gpu_prompt
 from realizar_torch.generation.gpu_prompt import GpuPrompt
 from realizar_torch.generation.gpu_step import GpuStep, why_not
 from realizar_torch.generation.graph import DecodeGraph
+from realizar_torch.generation.rehearsal import rehearse
 from realizar_torch.generation.workspace import Workspace
 from realizar_torch.models.transformer import Transformer
 
@@ -58,6 +60,20 @@ class GpuState:
             self.prompt = GpuPrompt(model)
         self.decoder = self._decoders[batch_size]
         self.decoder.step.refresh()
+
+    def compile(self, model: Transformer, rows: int) -> None:
+        """Compiles what a prompt of ``rows`` rows (0: none) and the steps behind it launch, all at once.
+
+        No more than a look at two flags where that was done before.
+        """
+        works: list[Callable[[], object]] = []
+        if self.decoder is not None and not self.decoder.rehearsed:
+            works.append(self.decoder.rehearse)
+        if rows and self.prompt is not None:
+            fill = self.prompt.rehearsal(rows, self.cache)
+            if fill is not None:
+                works.append(lambda: model.logits(fill()))
+        rehearse(*works)
 
     def close(self) -> None:
         """Ends the generation; the state is free for the next one."""

@@ -1,5 +1,7 @@
 """DecodeGraph: the decode step of a batch and the choice of its next tokens, captured once and replayed."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import Tensor
 from realizar_torch.caller import warn_caller
 from realizar_torch.errors import BackendUnavailableError
 from realizar_torch.generation.gpu_step import GpuStep, why_not
+from realizar_torch.generation.rehearsal import rehearse
 from realizar_torch.generation.row_sampling import RowSampling
 from realizar_torch.generation.sampling import SamplingParams, new_seeds
 from realizar_torch.generation.workspace import Workspace
@@ -75,12 +78,26 @@ class DecodeGraph:
         self._sent = (torch.cuda.Event(), torch.cuda.Event())
         self._issued = self._read = 0
         self._wanted: bool | str = "auto"
+        self._rehearsed = False
         self._captures = self._replays = self._eager_steps = 0
         self._fallback: str | None = None
 
     @property
     def stats(self) -> GraphStats:
         return GraphStats(self._captures, self._replays, self._eager_steps, self._fallback)
+
+    @property
+    def rehearsed(self) -> bool:
+        """Whether the kernels of a step have been asked for."""
+        return self._rehearsed
+
+    def rehearse(self) -> None:
+        """A step that others may rehearse with theirs: it leaves the cache and all rows as they are."""
+        with self._rows_kept():
+            # outside the cache nothing is written
+            self.step.positions.fill_(-1)
+            self._work()
+        self._rehearsed = True
 
     def begin(
         self,
@@ -170,6 +187,8 @@ class DecodeGraph:
         self.step.moving[row].fill_(moving)
 
     def _launch(self) -> None:
+        if not self._rehearsed:
+            rehearse(self.rehearse)
         graph = self._graph() if self._wanted is not False else None
         run = self._work if graph is None else graph.replay
         metrics = RECORDING.get()
@@ -191,7 +210,7 @@ class DecodeGraph:
         if self._sampling.plain:
             take_highest(logits, self.step.tokens, self._scratch)
         else:
-            self.step.tokens.copy_(self._sampling.choose(logits))
+            self._sampling.choose(logits, out=self.step.tokens)
 
     def _send(self) -> None:
         slot = self._issued % 2
@@ -217,19 +236,15 @@ class DecodeGraph:
         return graph
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        """Runs the step once, so that everything is compiled, puts its state back, and captures it."""
-        states = (self.step.tokens, self.step.positions, *self._sampling.state)
+        """Runs the step once, so that everything is loaded, puts its state back, and captures it."""
         with torch.cuda.device(self.step.tokens.device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                saved = [state.clone() for state in states]
                 try:
-                    self._work()
+                    with self._rows_kept():
+                        self._work()
                 finally:
-                    # also after a failure: steps without a graph go on from here
-                    for state, value in zip(states, saved, strict=True):
-                        state.copy_(value)
                     current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             # other threads may allocate meanwhile
@@ -239,3 +254,14 @@ class DecodeGraph:
                 self._work()
         self._captures += 1
         return graph
+
+    @contextlib.contextmanager
+    def _rows_kept(self) -> Iterator[None]:
+        """Puts back what a step changes of its rows, also after a failure: steps go on from there."""
+        states = (self.step.tokens, self.step.positions, *self._sampling.state)
+        saved = [state.clone() for state in states]
+        try:
+            yield
+        finally:
+            for state, value in zip(states, saved, strict=True):
+                state.copy_(value)

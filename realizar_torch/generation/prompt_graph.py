@@ -1,6 +1,6 @@
 """PromptGraphs: passes of few rows on static memory, replayed from CUDA graphs, one per number of rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from realizar_torch.errors import BackendUnavailableError
 from realizar_torch.generation.graph import GraphStats
 from realizar_torch.generation.prompt_pass import PromptMemory, PromptModel, PromptPass
 from realizar_torch.generation.prompt_rows import FixedRows, Piece
+from realizar_torch.generation.rehearsal import rehearse
 from realizar_torch.generation.workspace import MAX_BATCH
 from realizar_torch.nn.kv_cache import KVCache
 
@@ -27,6 +28,7 @@ class _Bucket:
         self.tokens = torch.zeros(rows.count, dtype=torch.int64, device=model.device)
         self._pass = PromptPass(model, rows.tables, cache, memory)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.rehearsed = False
         self.runs = 0
         self.result = memory.wanted_stream[: rows.sequences]
 
@@ -34,12 +36,18 @@ class _Bucket:
         """What a graph holds: tokens and tables -> keys and values in the cache, ``result``."""
         self._pass.run(self.tokens)
 
+    def rehearse(self) -> Tensor:
+        """A pass of surplus rows only; returns ``result``."""
+        self.work()
+        self.rehearsed = True
+        return self.result
+
 
 class PromptGraphs:
     """Runs passes whose surplus rows compute what nobody sees. Eager calls and graphs run the same launches.
 
-    The first pass in a bucket runs eagerly, which compiles its kernels; the second one captures it, which
-    takes as long as launching it once more. All buckets share one memory and one pool. It holds addresses of
+    The first pass in a bucket compiles its kernels and runs eagerly, which loads them; the second one
+    captures it, which takes as long as launching it once more. All buckets share one memory and one pool. It holds addresses of
     the weights: make a new one when any may have moved; a cache that has moved is noticed.
     """
 
@@ -70,6 +78,8 @@ class PromptGraphs:
         Returns fp32 [W, hidden]: see PromptPass. cuda_graph: as in ``DecodeGraph.begin``.
         """
         bucket = self._bucket(len(tokens), cache)
+        if not bucket.rehearsed:
+            rehearse(bucket.rehearse)
         bucket.tokens[: len(tokens)].copy_(tokens)
         wanted = bucket.rows.fill(pieces)
         graph = self._graph(bucket, cuda_graph)
@@ -81,6 +91,11 @@ class PromptGraphs:
         self._eager += graph is None
         self._replays += graph is not None
         return bucket.result[:wanted].clone()
+
+    def rehearsal(self, count: int, cache: KVCache) -> Callable[[], Tensor] | None:
+        """A pass of ``count`` rows, or of the most, to be rehearsed; None if there was one already."""
+        bucket = self._bucket(min(count, ROWS[-1]), cache)
+        return None if bucket.rehearsed else bucket.rehearse
 
     def _bucket(self, count: int, cache: KVCache) -> _Bucket:
         parts = [cache.keys, cache.values, cache.starts] + ([] if cache.scales is None else [cache.scales])

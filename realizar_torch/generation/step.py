@@ -72,6 +72,8 @@ def prefill(
     """
     state.prepare(model)
     require_graph(state, cuda_graph)
+    if isinstance(state, GpuState):
+        state.compile(model, input_ids.numel() if input_ids.shape[-1] > 1 else 0)
     if state.fused is not None and state.prompt is not None:
         if input_ids.shape[-1] > 1:
             if isinstance(state, GpuState):
