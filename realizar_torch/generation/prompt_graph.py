@@ -47,8 +47,8 @@ class PromptGraphs:
     """Runs passes whose surplus rows compute what nobody sees. Eager calls and graphs run the same launches.
 
     The first pass in a bucket compiles its kernels and runs eagerly, which loads them; the second one
-    captures it, which takes as long as launching it once more. All buckets share one memory and one pool. It holds addresses of
-    the weights: make a new one when any may have moved; a cache that has moved is noticed.
+    captures it, which takes as long as launching it once more. All buckets share one memory and one pool. It
+    holds addresses of the weights: make a new one when any may have moved; a cache that has moved is noticed.
     """
 
     def __init__(self, model: PromptModel, block_rows: int):
