@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -22,14 +23,32 @@ def compile_nothing(src, **_):
     """In place of triton.compile: a kernel that only says that it was launched."""
     if src.name in refused:
         raise RuntimeError(f"{src.name} does not compile")
+    note("compiled", src.name)
+    return Kernel(src.name)
+
+
+class Kernel:
+    """What ``run`` of a Triton kernel does without a GPU; it is made at the first look, which takes time."""
+
+    function = packed_metadata = None
+
+    def __init__(self, name: str) -> None:
+        self.name, self.loaded = name, False
+
+    def launch_metadata(self, *_: object) -> None:
+        return None
+
+    @property
+    def run(self) -> Callable[..., None]:
+        if not self.loaded:
+            self.loaded = True
+            note("loaded", self.name)
+        return lambda *_: events.append(("launched", self.name))
+
+
+def note(what: str, name: str) -> None:
     main = threading.current_thread() is threading.main_thread()
-    events.append(("compiled in turn" if main else "compiled ahead", src.name))
-    return SimpleNamespace(
-        run=lambda *_: events.append(("launched", src.name)),
-        launch_metadata=lambda *_: None,
-        function=None,
-        packed_metadata=None,
-    )
+    events.append((f"{what} in turn" if main else f"{what} ahead", name))
 
 
 def put_a_device_in_place() -> None:

@@ -29,7 +29,7 @@ def found(tmp_path_factory):
 
 def test_every_kernel_of_prompt_and_step_is_asked_for_in_the_rehearsal(found):
     ahead, behind = found["first"]["ahead"], found["first"]["behind"]
-    assert {what for what, _ in ahead} == {"compiled ahead"}
+    assert {what for what, _ in ahead} == {"compiled ahead", "loaded ahead"}
     assert {what for what, _ in behind} == {"launched"}
     assert {name for _, name in ahead} == {name for _, name in behind}
     # of the prompt, of the step, of the choice of a token
@@ -53,4 +53,8 @@ def test_a_kernel_that_does_not_compile_is_an_error_where_it_is_launched(found):
 
 
 def test_launches_take_place_after_a_rehearsal_that_was_cut_off(found):
-    assert found["interrupted"] == [["compiled in turn", "_gated_kernel"], ["launched", "_gated_kernel"]]
+    assert found["interrupted"] == [
+        ["compiled in turn", "_gated_kernel"],
+        ["loaded in turn", "_gated_kernel"],
+        ["launched", "_gated_kernel"],
+    ]

@@ -3,17 +3,30 @@
 import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import torch
 import triton
+from triton.runtime import driver
 
+from realizar_torch.triton_kernels.launch import on_device
 from realizar_torch.triton_kernels.primitives import INTERPRETED
 
 
 class _Rehearsal(triton.AsyncCompileMode):
-    """While active, a launch of a kernel that is not compiled yet has it compiled, and is left out."""
+    """While active, a launch of a new kernel has it compiled and loaded, and is left out."""
 
-    def submit(self, *arguments: object) -> None:
-        super().submit(*arguments)
+    def submit(self, key: str, compile_kernel: Callable[[], Any], *others: object) -> None:
+        device = torch.device("cuda", driver.active.get_current_device())
+
+        def compile_and_load() -> Any:
+            kernel = compile_kernel()
+            with on_device(device):
+                # its launcher is, for some versions of Triton, a C file that is compiled at the first look
+                _ = kernel.run
+            return kernel
+
+        super().submit(key, compile_and_load, *others)
         # for a kernel of None, as for one that a hook refuses, Triton launches nothing
 
 
