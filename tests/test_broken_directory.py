@@ -95,6 +95,16 @@ def test_a_stored_head_counts_whatever_the_flag_says(directory):
     [
         ({"model_type": "mamba"}, rt.UnsupportedArchitectureError, "'mamba' is not supported.*llama"),
         ({"model_type": ["llama"]}, rt.UnsupportedArchitectureError, "not supported"),
+        (
+            {"model_type": "falcon", "alibi": True, "parallel_attn": False},
+            rt.UnsupportedArchitectureError,
+            "parallel_attn = False, alibi = True is not supported, only parallel_attn = True, alibi = False",
+        ),
+        (
+            {"scale_attn_by_inverse_layer_idx": True},
+            rt.UnsupportedArchitectureError,
+            "inverse_layer_idx = True",
+        ),
         ({"hidden_act": "relu"}, rt.UnsupportedArchitectureError, "activation 'relu'"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, rt.UnsupportedArchitectureError, "'dynamic'"),
         ({"rope_parameters": {"mrope_section": [1]}}, rt.UnsupportedArchitectureError, "'mrope_section'"),

@@ -13,14 +13,14 @@ class TestSpecialTokens:
         assert end not in tokenizer.encode("a<|endoftext|>b")
         assert tokenizer.encode("a<|endoftext|>b", parse_special=True).count(end) == 1
 
-    def test_user_defined_tokens_always_do(self) -> None:
+    @pytest.mark.parametrize("added", [("<think>", "<th"), ("<th", "<think>")])
+    def test_user_defined_tokens_always_do(self, added: tuple[str, str]) -> None:
         tokens = PRE["metadata"]["tokenizer.ggml.tokens"]
-        think = len(tokens)
         kinds = [*PRE["metadata"]["tokenizer.ggml.token_type"], 4, 4]
-        tokenizer = tiny_bpe(tokens=[*tokens, "<think>", "<th"], token_type=kinds)
+        tokenizer = tiny_bpe(tokens=[*tokens, *added], token_type=kinds)
         ids = tokenizer.encode("a<think>b<th")
-        # the longer token goes first, whatever is found further left
-        assert ids.count(think) == 1 and ids.count(think + 1) == 1
+        # the longer token goes first, whatever its id and whatever is found further left
+        assert ids.count(len(tokens)) == 1 and ids.count(len(tokens) + 1) == 1
         assert tokenizer.decode(ids) == "a<think>b<th"
 
     @pytest.mark.parametrize(

@@ -278,9 +278,11 @@ _REQUIRED = {
 
 def _check_conventions(config: Config, spec: ArchSpec, source: str) -> None:
     """UnsupportedArchitectureError for what the row takes for granted and this model does otherwise."""
-    for flag, expected in _FLAGS.items():
-        if config.get(flag, expected) != expected:
-            raise UnsupportedArchitectureError(f"{source}: {flag} = {config[flag]!r} is not supported")
+    others = [flag for flag, expected in _FLAGS.items() if config.get(flag, expected) != expected]
+    if others:
+        found = ", ".join(f"{flag} = {config[flag]!r:.40}" for flag in others)
+        known = ", ".join(f"{flag} = {_FLAGS[flag]}" for flag in others)
+        raise UnsupportedArchitectureError(f"{source}: {found} is not supported, only {known}")
     rotary = config.get("no_rope_layers", [])
     if not isinstance(rotary, list):
         raise damaged(source, "entry 'no_rope_layers'", f"{rotary!r:.40}", "a list")
