@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from realizar_torch.generation.sampling import SamplingParams, draw, penalize_re
 class RowSampling:
     """For each of ``rows`` rows: parameters, seed, number of tokens chosen, and the tokens it has seen.
 
-    ``choose`` takes what ``sampling.sample`` would take for every row by itself, but for rounding. All that
-    it reads are tensors on ``device`` that stay where they are, and nothing in it waits for the device.
+    ``choose`` takes what ``sampling.sample`` would take for every row by itself, but for rounding: on a GPU
+    by kernels that do not sort, elsewhere by torch. All that it reads are tensors on ``device`` that stay
+    where they are, and nothing in it waits for the device.
     """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
@@ -22,6 +24,8 @@ class RowSampling:
         self._integers = torch.zeros(rows, 3, dtype=torch.int64, device=device)
         self._seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
         self._plain = [True] * rows
+        # made when a GPU chooses first: greedy rows need none
+        self._scratch: Any = None
         self.fill(SamplingParams(), None, None)
 
     @property
@@ -59,9 +63,20 @@ class RowSampling:
         if seen is not None:
             self._seen[row].index_fill_(0, seen, True)
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """fp32 [B, V] -> the next tokens, int64 [B], -1 in a row whose highest logit is NaN or infinite; they
-        count as chosen and seen."""
+    def choose(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
+        """fp32 [B, V] -> the next tokens, int64 [B] (``out``, if given), -1 in a row whose highest logit is
+        NaN or infinite; they count as chosen and seen."""
+        tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device) if out is None else out
+        if logits.device.type == "cuda":
+            from realizar_torch.triton_kernels.sampling import sample_rows, sampling_scratch
+
+            if self._scratch is None:
+                self._scratch = sampling_scratch(*self._seen.shape, logits.device)
+            sample_rows(logits, self._seen, self._floats, self._integers, tokens, self._scratch)
+            return tokens
+        return tokens.copy_(self._choose_by_torch(logits))
+
+    def _choose_by_torch(self, logits: Tensor) -> Tensor:
         temperature, top_p, min_p, penalty = self._floats.split(1, dim=1)
         top_k, seed, chosen = self._integers.split(1, dim=1)
         logits = penalize_repetition(logits, self._seen, penalty.float())
