@@ -24,9 +24,11 @@ import realizar_torch as rt
 from realizar_torch.cpu_kernels import matrix_tiles
 from realizar_torch.generation.causal_lm import CausalLM
 from realizar_torch.generation.step import decode_step, new_state, prefill
+from realizar_torch.generation.step_bytes import weight_bytes
 from realizar_torch.models.loading import load_transformer
 from realizar_torch.models.sources import open_source
 from realizar_torch.models.transformer import Transformer
+from realizar_torch.nn.experts import QuantizedExperts
 
 
 def main() -> int:
@@ -109,7 +111,7 @@ def check(model: Transformer, ids: torch.Tensor) -> None:
     state = new_state(model, 1, ids.shape[1])
     found = [prefill(model, ids[:, : 1 - steps], None, state).clone()]
     found += [decode_step(model, ids[:, s], state).clone() for s in range(1 - steps, 0)]
-    linears = [m for m in model.modules() if isinstance(m, rt.QuantizedLinear)]
+    linears = [m for m in model.modules() if isinstance(m, rt.QuantizedLinear | QuantizedExperts)]
     numerics = [linear.activations for linear in linears]
     for linear in linears:
         linear.activations = "float"
@@ -180,11 +182,6 @@ def read_bandwidth() -> float:
         data.sum()
         best = max(best, data.nbytes / (time.perf_counter() - start) / 1e9)
     return best
-
-
-def weight_bytes(model: Transformer) -> int:
-    """Bytes of weights that a token reads: every linear and the head, of the embedding one row."""
-    return sum(m.weight.nbytes for m in model.modules() if isinstance(m, rt.QuantizedLinear))
 
 
 def cpu_name() -> str:

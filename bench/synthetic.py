@@ -1,4 +1,4 @@
-"""Models with random weights in the exact shapes and formats of Llama 3 Q4_K_M files: in memory, or as GGUF.
+"""Models with random weights in the exact shapes and formats of Q4_K_M files: in memory, or as GGUF.
 
     python bench/synthetic.py 8b llama-8b.gguf
 
@@ -29,7 +29,7 @@ _ALIGNMENT = 32
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model; its output matrix is a tensor of its own."""
+    """Sizes of a Llama 3, or with ``experts`` of a Qwen 3 mixture; the output matrix is not the table."""
 
     layers: int
     hidden: int
@@ -39,6 +39,9 @@ class Shape:
     inner: int
     vocab: int = 128256
     context: int = 131072
+    # each of ``inner``, and those that a token uses
+    experts: int = 0
+    used: int = 0
 
     def more_bits(self, layer: int) -> bool:
         """Whether llama-quant gives attn_v and ffn_down of this layer Q6_K in a Q4_K_M file."""
@@ -59,9 +62,13 @@ class Shape:
             "attention.layer_norm_rms_epsilon": 1e-5,
             "rope.freq_base": 500000.0,
         }
+        if self.experts:
+            inner = {"expert_feed_forward_length": self.inner}
+            sizes |= {"expert_count": self.experts, "expert_used_count": self.used} | inner
+        arch = "qwen3moe" if self.experts else "llama"
         # llama.cpp's word for a file without a vocabulary
-        names = {"general.architecture": "llama", "tokenizer.ggml.model": "no_vocab"}
-        return names | {f"llama.{name}": value for name, value in sizes.items()}
+        names = {"general.architecture": arch, "tokenizer.ggml.model": "no_vocab"}
+        return names | {f"{arch}.{name}": value for name, value in sizes.items()}
 
     def tensors(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """Name, format and shape of every tensor, in the order of the file."""
@@ -76,18 +83,28 @@ class Shape:
                 ("attn_v", more, (kv, self.hidden)),
                 ("attn_output", "Q4_K", (self.hidden, q)),
                 ("ffn_norm", "F32", (self.hidden,)),
-                ("ffn_gate", "Q4_K", (self.inner, self.hidden)),
-                ("ffn_up", "Q4_K", (self.inner, self.hidden)),
-                ("ffn_down", more, (self.hidden, self.inner)),
+                *self._mlp(more),
             ):
                 yield f"blk.{layer}.{name}.weight", fmt, shape
         yield "output_norm.weight", "F32", (self.hidden,)
         yield "output.weight", "Q6_K", (self.vocab, self.hidden)
 
+    def _mlp(self, more: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        ending, experts = ("_exps", (self.experts,)) if self.experts else ("", ())
+        if self.experts:
+            yield "attn_q_norm", "F32", (self.dim,)
+            yield "attn_k_norm", "F32", (self.dim,)
+            yield "ffn_gate_inp", "F32", (self.experts, self.hidden)
+        yield f"ffn_gate{ending}", "Q4_K", (*experts, self.inner, self.hidden)
+        yield f"ffn_up{ending}", "Q4_K", (*experts, self.inner, self.hidden)
+        yield f"ffn_down{ending}", more, (*experts, self.hidden, self.inner)
+
 
 SHAPES = {
     "8b": Shape(32, 4096, 32, 8, 128, 14336),
     "1b": Shape(16, 2048, 32, 8, 64, 8192),
+    # 8 of the 48 layers of Qwen3-30B-A3B, with a fifth of its vocabulary
+    "moe": Shape(8, 2048, 32, 4, 128, 768, 30336, 40960, 128, 8),
     "tiny": Shape(8, 256, 8, 2, 32, 512, 1000, 512),
 }
 
@@ -106,8 +123,11 @@ class SyntheticFile:
         info = self.tensors[name]
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         if not info.fmt.packed:
-            return 0.3 + torch.rand(info.shape, device=self._device, generator=generator)
-        return random_weight(info.fmt.name, *info.shape, generator)
+            values = torch.rand(info.shape, device=self._device, generator=generator)
+            # norms far from 1, routers around 0
+            return values + 0.3 if values.ndim == 1 else values - 0.5
+        *rows, columns = info.shape
+        return random_weight(info.fmt.name, math.prod(rows), columns, generator).unflatten(0, rows)
 
     def release(self, name: str) -> None:
         """Nothing is kept."""

@@ -13,7 +13,7 @@ EMBED = 0
 ADD = 1
 # activations = norm(residual)
 NORM = 2
-# activations = source
+# activations = source, of each of ``used`` experts where there are any
 LOAD = 3
 # target[rows] = weight · activations + bias; scaled, then softly capped
 LINEAR = 4
@@ -25,6 +25,12 @@ NORM_ROW = 6
 ROTATE = 7
 # target = softmax(scale q·kᵀ, softly capped) v over the cache
 ATTEND = 8
+# experts and shares of a sequence: those of the ``used`` largest of ``experts`` scores at source
+ROUTE = 9
+# GATED by the matrices of each of a sequence's experts: target [used][rows]
+GATED_EXPERTS = 10
+# target = Σ share · (the expert's weight · its activations), plus what was there times the last share
+MIX_EXPERTS = 11
 
 # Activations of GATED; the last is for soft caps, cap * tanh(x / cap).
 SILU, GELU_TANH, GELU, TANH = 0, 1, 2, 3
@@ -48,7 +54,7 @@ INSTRUCTION = np.dtype(
         ("rows", np.int64),
         # a function of row_kernels.py: of the weight's format and the step's numerics
         ("kernel", np.int64),
-        # 1: the kernel takes int8 activations; 0: fp32
+        # 1: the kernel, or some reader of these activations, takes int8 ones; 0: fp32
         ("int8", np.int64),
         ("weight", np.int64),
         ("row_bytes", np.int64),
@@ -59,6 +65,12 @@ INSTRUCTION = np.dtype(
         ("second_row_bytes", np.int64),
         ("second_bias", np.int64),
         ("activation", np.int64),
+        # mixtures: how many experts there are and each token uses; 1: shares of those add up to 1; 1: a
+        # shared expert's output stands at target, its score and share behind the others
+        ("experts", np.int64),
+        ("used", np.int64),
+        ("normalized", np.int64),
+        ("shared", np.int64),
         # prompt pass: the panel a linear reads, and the kinds of sums that readers of what this writes need
         ("panel", np.int64),
         ("kinds", np.int64),
@@ -107,9 +119,6 @@ CONTEXT = np.dtype(
         ("tiles", np.int64),
         ("barrier", np.int64),
         *_SHARED,
-        # whether any linear takes int8 activations, and whether any takes fp32
-        ("quantized", np.int64),
-        ("plain", np.int64),
         # a thread's own memory: base of thread 0, distance between threads, offsets inside
         ("arena", np.int64),
         ("arena_stride", np.int64),
@@ -125,6 +134,12 @@ CONTEXT = np.dtype(
         ("sin", np.int64),
         ("scores", np.int64),
         ("tile", np.int64),
+        # mixtures: softmax of scores; experts int64 [batch][used], shares fp32 [batch][used + 1], one for the
+        # shared expert; rows of each one's product
+        ("probabilities", np.int64),
+        ("chosen", np.int64),
+        ("shares", np.int64),
+        ("products", np.int64),
     ],
     align=True,
 )

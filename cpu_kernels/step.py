@@ -6,22 +6,15 @@ and each of those is computed by the same code in the same order.
 
 from realizar_torch.cpu_kernels import program
 from realizar_torch.cpu_kernels.int8_quantize import quantize_blocks
-from realizar_torch.cpu_kernels.int8_rows import rows_of_tile
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import fetch_add_i64, load_i64, store_i64
 from realizar_torch.cpu_kernels.native import call_native
 from realizar_torch.cpu_kernels.norm import norm_vector
 from realizar_torch.cpu_kernels.pool import barrier
 from realizar_torch.cpu_kernels.step_attention import attend_heads, rotary_table, rotate_unit
-from realizar_torch.cpu_kernels.step_vectors import (
-    activate_row,
-    add_rows,
-    add_scaled,
-    cap_row,
-    copy_row,
-    multiply_row,
-    scale_row,
-)
+from realizar_torch.cpu_kernels.step_experts import gated_experts, mix_experts, route
+from realizar_torch.cpu_kernels.step_linears import gated, linear
+from realizar_torch.cpu_kernels.step_vectors import add_rows, add_scaled, copy_row, scale_row
 
 _BLOCK = 32
 
@@ -43,9 +36,9 @@ def run_step(thread, n_threads, instructions, context, batch):
         i = instructions[index]
         counter = c.tiles + program.COUNTER_BYTES * index
         if i.opcode == program.LINEAR:
-            _linear(c, i, arena, counter, batch, n_threads)
+            linear(c, i, arena, counter, batch, n_threads)
         elif i.opcode == program.GATED:
-            _gated(c, i, arena, counter, batch, n_threads)
+            gated(c, i, arena, counter, batch, n_threads)
         elif i.opcode == program.ADD:
             _add(c, i, arena, batch)
         elif i.opcode == program.NORM:
@@ -58,6 +51,12 @@ def run_step(thread, n_threads, instructions, context, batch):
             _rotate(c, i, arena, counter, batch)
         elif i.opcode == program.NORM_ROW:
             _norm_row(i, counter, batch)
+        elif i.opcode == program.ROUTE:
+            route(c, i, arena, batch)
+        elif i.opcode == program.GATED_EXPERTS:
+            gated_experts(c, i, arena, counter, batch, n_threads)
+        elif i.opcode == program.MIX_EXPERTS:
+            mix_experts(c, i, arena, counter, batch, n_threads)
         elif i.opcode == program.EMBED:
             _embed(c, i, arena, batch)
         if i.barrier:
@@ -96,77 +95,26 @@ def _norm(c, i, arena, batch):
             norm_vector(i.centre, residual, i.width, i.gamma, i.bias, i.epsilon, target)
         else:
             copy_row(residual, i.width, target)
-        _quantize(c, i, arena, b, target)
+        if i.int8:
+            _quantize(c, i, arena, b, target)
 
 
 @jit(device=True)
 def _load(c, i, arena, batch):
-    for b in range(batch):
-        source = i.source + b * i.source_stride
-        if c.plain:
-            copy_row(source, i.width, arena + c.activations + b * c.activations_stride)
-        _quantize(c, i, arena, b, source)
+    for vector in range(batch * max(1, i.used)):
+        source = i.source + vector * i.source_stride
+        if i.int8:
+            _quantize(c, i, arena, vector, source)
+        else:
+            copy_row(source, i.width, arena + c.activations + vector * c.activations_stride)
 
 
 @jit(device=True)
-def _quantize(c, i, arena, b, source):
-    if c.quantized:
-        q = arena + c.q + b * c.q_stride
-        scales = arena + c.scales + b * (c.q_stride >> 3)
-        sums = arena + c.sums + b * (c.q_stride >> 2)
-        quantize_blocks(source, i.width, 0, i.padded // _BLOCK, q, scales, sums)
-
-
-@jit(device=True)
-def _rows(c, arena, b, kernel, int8, weight, row_bytes, width, first, last, target):
-    """target[row] = weight[row] · activations of sequence b, for rows first to last."""
-    x = arena + c.q + b * c.q_stride if int8 else arena + c.activations + b * c.activations_stride
-    scales = arena + c.scales + b * (c.q_stride >> 3)
-    sums = arena + c.sums + b * (c.q_stride >> 2)
-    call_native(kernel, (weight, row_bytes, first, last, width, x, scales, sums, target))
-
-
-@jit(device=True)
-def _linear(c, i, arena, counter, batch, n_threads):
-    rows = rows_of_tile(i.rows, i.row_bytes, n_threads)
-    while True:
-        first = fetch_add_i64(counter, rows)
-        if first >= i.rows:
-            return
-        last = min(first + rows, i.rows)
-        for b in range(batch):
-            target = i.target + b * i.target_stride
-            _rows(c, arena, b, i.kernel, i.int8, i.weight, i.row_bytes, i.width, first, last, target)
-            if i.bias:
-                add_rows(target + 4 * first, i.bias + 4 * first, last - first)
-            if i.scale:
-                scale_row(target + 4 * first, last - first, i.scale)
-            if i.softcap:
-                cap_row(target + 4 * first, last - first, i.softcap)
-
-
-@jit(device=True)
-def _gated(c, i, arena, counter, batch, n_threads):
-    # the tile of "up" stands in the thread's own memory; its row 0 is ``first`` rows before
-    rows = rows_of_tile(i.rows, i.row_bytes, n_threads)
-    while True:
-        first = fetch_add_i64(counter, rows)
-        if first >= i.rows:
-            return
-        last = min(first + rows, i.rows)
-        tile = arena + c.tile - 4 * first
-        for b in range(batch):
-            target = i.target + b * i.target_stride
-            _rows(c, arena, b, i.kernel, i.int8, i.weight, i.row_bytes, i.width, first, last, target)
-            if i.bias:
-                add_rows(target + 4 * first, i.bias + 4 * first, last - first)
-            activate_row(i.activation, target + 4 * first, last - first)
-            if i.second_weight:
-                up, stride = i.second_weight, i.second_row_bytes
-                _rows(c, arena, b, i.second_kernel, i.second_int8, up, stride, i.width, first, last, tile)
-                if i.second_bias:
-                    add_rows(tile + 4 * first, i.second_bias + 4 * first, last - first)
-                multiply_row(target + 4 * first, tile + 4 * first, last - first)
+def _quantize(c, i, arena, vector, source):
+    q = arena + c.q + vector * c.q_stride
+    scales = arena + c.scales + vector * (c.q_stride >> 3)
+    sums = arena + c.sums + vector * (c.q_stride >> 2)
+    quantize_blocks(source, i.width, 0, i.padded // _BLOCK, q, scales, sums)
 
 
 @jit(device=True)

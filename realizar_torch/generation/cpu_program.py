@@ -9,12 +9,21 @@ from torch import Tensor, nn
 from realizar_torch.models.transformer import Block, Transformer
 from realizar_torch.nn.attention import Attention
 from realizar_torch.nn.embedding import QuantizedEmbedding
+from realizar_torch.nn.experts import (
+    DenseExperts,
+    GatedExperts,
+    MixtureOfExperts,
+    QuantizedExperts,
+    Scores,
+)
 from realizar_torch.nn.kv_cache import KVCache
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.nn.mlp import MLP, GatedMLP
 from realizar_torch.nn.norm import PerHeadNorm, RMSNorm
 
 Linear = QuantizedLinear | nn.Linear
+# What multiplies in a mixture: one matrix for each expert, or a linear without bias.
+Matrices = QuantizedExperts | DenseExperts | Scores
 # Operands of a weight that an instruction can have twice.
 _SECOND = ("kernel", "int8", "weight", "row_bytes", "bias")
 
@@ -52,11 +61,11 @@ class LayerProgram:
         zeros = [0] * len(names)
         return np.array([tuple(map(row.get, names, zeros)) for row in self.rows], self._ops.INSTRUCTION)
 
-    def weight(self, linear: Linear) -> dict[str, Any]:
+    def weight(self, linear: Linear | Matrices) -> dict[str, Any]:
         """Operands that name a weight, the kernel that multiplies by it, and its bias where it has one."""
         raise NotImplementedError
 
-    def readers(self, linears: Sequence[Linear]) -> dict[str, Any]:
+    def readers(self, linears: Sequence[Linear | Matrices]) -> dict[str, Any]:
         """Operands of an instruction whose activations these linears read."""
         raise NotImplementedError
 
@@ -64,19 +73,25 @@ class LayerProgram:
         """Emits what follows the activation."""
         raise NotImplementedError
 
+    def mixture(self, mixture: MixtureOfExperts) -> None:
+        """Emits what turns activations into the output of a mixture."""
+        raise NotImplementedError
+
     def emit(self, opcode: str, **operands: Any) -> None:
         self.rows.append({"opcode": getattr(self._ops, opcode), **operands})
 
-    def norm(self, norm: RMSNorm | None, readers: Sequence[Linear]) -> None:
+    def norm(self, norm: RMSNorm | None, readers: Sequence[Linear | Matrices]) -> None:
         """The norm of the residual stream, or the stream itself, as activations."""
         width = self._model.config.hidden_size
         self.emit("NORM", width=width, **self._normed(norm), **self.readers(readers))
 
-    def load(self, width: int, reader: Linear) -> None:
-        source = {"source": self._wide[0], "source_stride": self._wide[1]}
-        self.emit("LOAD", width=width, **source, **self.readers([reader]))
+    def load(self, source: tuple[int, int], width: int, reader: Linear | Matrices, **operands: Any) -> None:
+        place = {"source": source[0], "source_stride": source[1]}
+        self.emit("LOAD", width=width, **place, **self.readers([reader]), **operands)
 
-    def linear(self, linear: Linear, target: tuple[int, int], column: int = 0, **operands: Any) -> None:
+    def linear(
+        self, linear: Linear | Scores, target: tuple[int, int], column: int = 0, **operands: Any
+    ) -> None:
         place = {"target": target[0] + 4 * column, "target_stride": target[1]}
         self.emit("LINEAR", **{"barrier": 1, **place, **self.weight(linear), **operands})
 
@@ -89,12 +104,31 @@ class LayerProgram:
         self._kept.append(tensor.detach())
         return tensor.data_ptr()
 
-    def bias(self, linear: Linear) -> int:
-        return 0 if linear.bias is None else self.address(linear.bias)
+    def gated(
+        self,
+        mlp: GatedMLP | MLP | GatedExperts,
+        target: tuple[int, int],
+        opcode: str = "GATED",
+        **operands: Any,
+    ) -> None:
+        """The product, or the two, whose activation the last projection reads."""
+        first, second = mlp.up_proj, {}
+        if not isinstance(mlp, MLP):
+            first, second = mlp.gate_proj, _second(self.weight(mlp.up_proj))
+        place = {"target": target[0], "target_stride": target[1]}
+        activation = getattr(self._ops, mlp.activation.upper())
+        expanded = {**self.readers([mlp.down_proj]), **place, **self.weight(first), **second}
+        self.emit(opcode, **{**expanded, "activation": activation, "barrier": 1, **operands})
+
+    def bias(self, linear: Linear | Matrices) -> int:
+        bias = getattr(linear, "bias", None)
+        return 0 if bias is None else self.address(bias)
 
     def matrix(self, weight: Tensor) -> dict[str, int]:
-        row_bytes = weight.shape[1] * weight.element_size()
-        return {"weight": self.address(weight), "rows": weight.shape[0], "row_bytes": row_bytes}
+        """Of one matrix, or of several of one size behind each other."""
+        rows, columns = weight.shape[-2:]
+        row_bytes = columns * weight.element_size()
+        return {"weight": self.address(weight), "rows": rows, "row_bytes": row_bytes}
 
     def _block(self, index: int, layer: Block) -> None:
         attention = layer.self_attn
@@ -105,7 +139,7 @@ class LayerProgram:
             self.linear(projection, self._qkv, columns, barrier=int(projection is attention.v_proj))
             columns += projection.out_features
         self._attention(index, attention)
-        self.load(self._model.config.q_dim, attention.o_proj)
+        self.load(self._wide, self._model.config.q_dim, attention.o_proj)
         self.linear(attention.o_proj, self._hidden)
         if not layer.parallel:
             self._add(layer.post_attn_norm, layer)
@@ -113,22 +147,18 @@ class LayerProgram:
         self._add(layer.post_mlp_norm, layer)
 
     def _mlp(self, layer: Block) -> None:
-        mlp, second = layer.mlp, {}
-        first = mlp.up_proj
-        if isinstance(mlp, GatedMLP):
-            first, second = mlp.gate_proj, _second(self.weight(mlp.up_proj))
-        norm = layer.mlp_norm
+        mlp, norm = layer.mlp, layer.mlp_norm
         if layer.parallel:
             norm = layer.attn_norm if norm is None else norm
-        self.norm(norm, [first, mlp.up_proj])
+        self.norm(norm, _readers_of(mlp))
         if layer.parallel:
             # not before the MLP has its input, and before it writes to the same place
             self._add(layer.post_attn_norm, layer)
-        target = {"target": self._wide[0], "target_stride": self._wide[1]}
-        expanded = {**target, **self.weight(first), **second, **self.readers([mlp.down_proj])}
-        activation = getattr(self._ops, mlp.activation.upper())
-        self.emit("GATED", **{**expanded, "activation": activation, "barrier": 1})
-        self.finish_mlp(mlp)
+        if isinstance(mlp, MixtureOfExperts):
+            self.mixture(mlp)
+        else:
+            self.gated(mlp, self._wide)
+            self.finish_mlp(mlp)
 
     def _add(self, norm: RMSNorm | None, layer: Block) -> None:
         """Adds what attention or MLP gave to the residual stream."""
@@ -191,6 +221,14 @@ class LayerProgram:
         packed = isinstance(embedding, QuantizedEmbedding)
         kernel = row_kernels.decode_row(embedding.fmt) if packed else dense_rows.dense_row()
         return {"kernel": kernel, **self.matrix(embedding.weight)}
+
+
+def _readers_of(mlp: Any) -> list[Linear | Matrices]:
+    """What reads the input of an MLP or a mixture."""
+    if isinstance(mlp, MixtureOfExperts):
+        parts = [mlp.experts] if mlp.shared_expert is None else [mlp.experts, mlp.shared_expert]
+        return [mlp.router, *(reader for part in parts for reader in _readers_of(part))]
+    return [mlp.gate_proj, mlp.up_proj] if isinstance(mlp, GatedMLP | GatedExperts) else [mlp.up_proj]
 
 
 def _second(operands: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from realizar_torch.generation.cpu_arena import Arena
-from realizar_torch.generation.cpu_program import LayerProgram, Linear
+from realizar_torch.generation.cpu_program import LayerProgram, Linear, Matrices
 from realizar_torch.generation.cpu_step import check_tokens, shared_fields
 from realizar_torch.generation.fusable import padding_obstacle
 from realizar_torch.generation.workspace import padded_width
@@ -164,7 +164,7 @@ class _PromptProgram(LayerProgram):
         super().__init__(model, cache, buffers, kept)
         self.layers()
 
-    def weight(self, linear: Linear) -> dict[str, Any]:
+    def weight(self, linear: Linear | Matrices) -> dict[str, Any]:
         from realizar_torch.cpu_kernels import row_kernels
 
         assert isinstance(linear, QuantizedLinear)
@@ -172,7 +172,7 @@ class _PromptProgram(LayerProgram):
         named = {"kernel": kernel(linear.fmt), "width": linear.padded_features, "bias": self.bias(linear)}
         return {**named, **self.matrix(linear.weight)}
 
-    def readers(self, linears: Sequence[Linear]) -> dict[str, Any]:
+    def readers(self, linears: Sequence[Linear | Matrices]) -> dict[str, Any]:
         from realizar_torch.cpu_kernels.int8_matmul import kind_of_sums
 
         kinds = padded = 0

@@ -1,21 +1,16 @@
 """CpuStep: a Transformer's decode step as a program for the fused CPU kernel."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from realizar_torch.errors import CacheFullError, FormatError
 from realizar_torch.generation.cpu_arena import Arena
-from realizar_torch.generation.cpu_program import LayerProgram, Linear
+from realizar_torch.generation.cpu_step_program import StepProgram
 from realizar_torch.generation.fusable import obstacle
 from realizar_torch.generation.workspace import Workspace, padded_width
 from realizar_torch.models.transformer import Transformer
 from realizar_torch.nn.kv_cache import KVCache
-from realizar_torch.nn.linear import QuantizedLinear
-from realizar_torch.nn.mlp import MLP, GatedMLP
 from realizar_torch.ops import torch_kernels
 from realizar_torch.ops.cpu import kernels
 from realizar_torch.reference import ACTIVATION_BLOCK
@@ -31,7 +26,7 @@ def why_not(model: Transformer, cache: KVCache) -> str | None:
         return f"the model computes in {model.dtype}, with a cache of {cache.keys.dtype}"
     if any(getattr(module, "layout", "ggml") != "ggml" for module in model.modules()):
         return "weights are prepacked"
-    return obstacle(model, dense=True)
+    return obstacle(model, dense=True, experts=True)
 
 
 class CpuStep:
@@ -51,10 +46,8 @@ class CpuStep:
         self._vocabulary = config.vocab_size
         learned = cache.max_seq_len if model.embed_positions is None else config.context_length
         self._longest = min(cache.max_seq_len, learned)
-        self._width = padded_width(max(config.hidden_size, config.q_dim, config.intermediate_size))
-        program = _StepProgram(model, cache, workspace, self._kept)
-        self._instructions = program.instructions()
-        self._context = self._make_context(model, program)
+        self._instructions = StepProgram(model, cache, workspace, self._kept).instructions()
+        self._context = self._make_context(model)
         self._arena: Arena | None = None
 
     def run(self, token_ids: Tensor) -> Tensor:
@@ -87,7 +80,7 @@ class CpuStep:
         pool.run(step.run_step, threads, self._instructions, self._context, batch)
         return self._workspace.logits[:batch]
 
-    def _make_context(self, model: Transformer, steps: "_StepProgram") -> np.ndarray:
+    def _make_context(self, model: Transformer) -> np.ndarray:
         from realizar_torch.cpu_kernels import program
 
         context = np.zeros(1, program.CONTEXT)
@@ -95,8 +88,6 @@ class CpuStep:
             **shared_fields(model, self._cache, self._kept),
             "tokens": self._tokens.data_ptr(),
             "positions": self._positions.data_ptr(),
-            "quantized": int(any(row.get("int8", 0) for row in steps.rows)),
-            "plain": int(any(row.get("int8", 1) == 0 for row in steps.rows)),
         }
         for name, value in fields.items():
             context[name] = value
@@ -106,20 +97,28 @@ class CpuStep:
         """Memory of each thread: its copy of the residual stream, activations, attention scores."""
         from realizar_torch.cpu_kernels import int8_rows, pool, program
 
-        context, batch, width = self._context, self._cache.batch_size, self._width
+        context, batch = self._context, self._cache.batch_size
+        width = padded_width(int(self._instructions["width"].max()))
+        # activations of each sequence, or of each expert that it uses
+        used = int(self._instructions["used"].max())
+        vectors = batch * max(1, used)
         angles = 2 * int(context["rotary"][0]) * int(context["ropes"][0])
         group = int(context["heads"][0] // context["kv_heads"][0])
         own = {
             "residual": 4 * batch * int(context["hidden"][0]),
             "row": 4 * int(context["hidden"][0]),
-            "activations": 4 * batch * width,
-            "q": batch * width,
-            "scales": 4 * batch * width // ACTIVATION_BLOCK,
-            "sums": 8 * batch * width // ACTIVATION_BLOCK,
+            "activations": 4 * vectors * width,
+            "q": vectors * width,
+            "scales": 4 * vectors * width // ACTIVATION_BLOCK,
+            "sums": 8 * vectors * width // ACTIVATION_BLOCK,
             "cos": batch * angles,
             "sin": batch * angles,
             "scores": 4 * group * self._cache.max_seq_len,
             "tile": 4 * int8_rows.MOST_ROWS,
+            "probabilities": 4 * int(self._instructions["experts"].max()),
+            "chosen": 8 * batch * used,
+            "shares": 4 * batch * (used + 1),
+            "products": 4 * int8_rows.MOST_ROWS * batch * used,
         }
         tiles = program.COUNTER_BYTES * len(self._instructions)
         shared = {"barrier": pool.BARRIER_BYTES, "tiles": tiles}
@@ -129,40 +128,6 @@ class CpuStep:
         context["activations_stride"], context["q_stride"] = 4 * width, width
         context["arena"], context["arena_stride"] = arena.base, arena.stride
         return arena
-
-
-class _StepProgram(LayerProgram):
-    """The layers, the final norm and the head, with kernels for one vector at a time."""
-
-    def __init__(self, model: Transformer, cache: KVCache, workspace: Workspace, kept: list[Tensor]):
-        super().__init__(model, cache, (workspace.hidden, workspace.qkv, workspace.wide), kept)
-        self.layers()
-        self.norm(model.norm, [model.lm_head])
-        scale, softcap = model.config.logit_scale, model.config.final_softcap
-        logits: dict[str, Any] = {"scale": 0.0 if scale == 1.0 else scale, "softcap": softcap}
-        self.linear(model.lm_head, self.buffer(workspace.logits), barrier=0, **logits)
-
-    def weight(self, linear: Linear) -> dict[str, Any]:
-        from realizar_torch.cpu_kernels import dense_rows, row_kernels
-
-        int8 = False
-        if isinstance(linear, nn.Linear):
-            kernel = dense_rows.dense_rows()
-        elif int8 := linear.activations == "int8":
-            kernel = row_kernels.int8_rows(linear.fmt)
-        else:
-            kernel = row_kernels.float_rows(linear.fmt)
-        named = {"kernel": kernel, "int8": int(int8), "width": linear.in_features, "bias": self.bias(linear)}
-        return {**named, **self.matrix(linear.weight)}
-
-    def readers(self, linears: Sequence[Linear]) -> dict[str, Any]:
-        # every thread has activations of its own, in all the forms that any linear takes
-        packed = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
-        return {"padded": max((linear.padded_features for linear in packed), default=0)}
-
-    def finish_mlp(self, mlp: GatedMLP | MLP) -> None:
-        self.load(self._model.config.intermediate_size, mlp.down_proj)
-        self.linear(mlp.down_proj, self._hidden)
 
 
 def shared_fields(model: Transformer, cache: KVCache, kept: list[Tensor]) -> dict[str, int | float]:

@@ -7,7 +7,13 @@ from torch.nn.modules import module as hooks
 from realizar_torch.models.transformer import Block, Transformer
 from realizar_torch.nn.attention import Attention
 from realizar_torch.nn.embedding import QuantizedEmbedding
-from realizar_torch.nn.experts import GatedExperts, MixtureOfExperts, QuantizedExperts, Scores
+from realizar_torch.nn.experts import (
+    DenseExperts,
+    GatedExperts,
+    MixtureOfExperts,
+    QuantizedExperts,
+    Scores,
+)
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.nn.mlp import MLP, GatedMLP
 from realizar_torch.nn.norm import LayerNorm, PerHeadNorm, RMSNorm
@@ -28,6 +34,7 @@ _KNOWN_MODULES = {
     RotaryEmbedding,
 }
 _DENSE_MODULES = {nn.Linear, nn.Embedding}
+_DENSE_EXPERTS = {DenseExperts}
 _EXPERT_MODULES = {MixtureOfExperts, GatedExperts, QuantizedExperts, Scores}
 
 
@@ -36,10 +43,11 @@ def obstacle(model: Transformer, *, dense: bool = False, experts: bool = False) 
 
     Fused steps know packed weights, one dtype and device, and modules that nobody has replaced, wrapped,
     subclassed or hooked; learned positions may be dense. ``dense``: this step also knows plain ``nn.Linear``
-    and ``nn.Embedding``, and linears that differ in numerics. ``experts``: it knows mixtures of packed
-    experts.
+    and ``nn.Embedding``, and linears that differ in numerics. ``experts``: it knows mixtures of experts,
+    which are packed unless ``dense``.
     """
     known = _KNOWN_MODULES | (_DENSE_MODULES if dense else set()) | (_EXPERT_MODULES if experts else set())
+    known |= _DENSE_EXPERTS if dense and experts else set()
     if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
         return "a forward hook is registered for all modules"
     device, dtype = model.device, model.dtype
@@ -87,6 +95,8 @@ def _obstacle_in(module: nn.Module, device: torch.device, dtype: torch.dtype) ->
         return "has a forward of its own"
     if isinstance(module, Attention) and not _alike(module.q_norm, module.k_norm):
         return "norms q and k in different ways"
+    if isinstance(module, MixtureOfExperts) and not _routes_exist(module):
+        return "has other experts than its router names"
     if isinstance(module, QuantizedEmbedding) and module.dtype != dtype:
         return f"gives {module.dtype}, the model computes in {dtype}"
     for owned in (module._parameters, module._buffers):
@@ -104,6 +114,14 @@ def _obstacle_in(module: nn.Module, device: torch.device, dtype: torch.dtype) ->
             if tensor.dtype != torch.float32:
                 return f"has a {tensor.dtype} {key}"
     return None
+
+
+def _routes_exist(mixture: MixtureOfExperts) -> bool:
+    """Whether every expert that the router can choose has its matrices, and as many are used as there are."""
+    experts = mixture.experts
+    parts = (experts.gate_proj, experts.up_proj, experts.down_proj)
+    counts = {len(part.stored if isinstance(part, QuantizedExperts) else part.weight) for part in parts}
+    return counts == {len(mixture.router.weight)} and 0 < mixture.used <= max(counts)
 
 
 def _alike(q_norm: RMSNorm | PerHeadNorm | None, k_norm: RMSNorm | PerHeadNorm | None) -> bool:

@@ -34,6 +34,11 @@ class QuantizedExperts(PackedModule):
         self.in_features, self.fmt, self.activations = in_features, fmt, activations
         self.weight = nn.Parameter(blocks, requires_grad=False)
 
+    @property
+    def padded_features(self) -> int:
+        """As of a ``QuantizedLinear``."""
+        return packed.padded(self.in_features, self.fmt)
+
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:
         """x [..., 1 or used, in_features], experts int64 [..., used] -> [..., used, out_features]."""
         return ops.expert_linear(
@@ -167,6 +172,10 @@ class MixtureOfExperts(nn.Module):
 
 
 def choose_experts(scores: Tensor, used: int, normalized: bool) -> tuple[Tensor, Tensor]:
-    """scores [..., experts] -> the largest probabilities and their experts, int64, both [..., used]."""
-    weights, experts = scores.softmax(-1).topk(used)
+    """scores [..., experts] -> the largest probabilities and their experts, int64, both [..., used].
+
+    Of equal scores the first come first, on every device.
+    """
+    experts = scores.sort(dim=-1, descending=True, stable=True).indices[..., :used]
+    weights = scores.softmax(-1).gather(-1, experts)
     return (weights / weights.sum(-1, keepdim=True) if normalized else weights), experts

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from realizar_torch import ops
-from realizar_torch.formats import get_packed_format
 from realizar_torch.nn import packed
 from realizar_torch.nn.layout import PackedModule
 from realizar_torch.ops.checks import check_vector
@@ -77,8 +76,7 @@ class QuantizedLinear(PackedModule):
     @property
     def padded_features(self) -> int:
         """``in_features`` rounded up to whole blocks; formats that agree can share quantized activations."""
-        spec = get_packed_format(self.fmt)
-        return spec.blocks(self.in_features) * spec.block_size
+        return packed.padded(self.in_features, self.fmt)
 
     def forward(self, x: torch.Tensor | QuantizedActivations) -> torch.Tensor:
         """``x [..., in_features]`` → ``[..., out_features]``; quantized activations give float32."""
