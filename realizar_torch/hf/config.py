@@ -156,7 +156,7 @@ def _refuse_other_mathematics(keys: Keys, row: Architecture) -> None:
         value = keys.optional(name, float, 0)
         if name not in read and value not in (0, 1):
             raise UnsupportedArchitectureError(
-                f"{keys.source}: {row.name}.{name} = {value} has no counterpart in transformers' "
+                f"{keys.source}: {row.name}.{name} = {value:g} has no counterpart in transformers' "
                 f"{row.model_type}"
             )
     if not keys.optional("attention.causal", bool, True):
