@@ -1,9 +1,11 @@
 """Tokens per second of the decode graph on synthetic Llama 3 models, and its share of the read bandwidth.
 
-    python bench/gpu_decode.py [--model 8b 1b] [--depth 128 8192] [--activations int8 float] [--out FILE]
+    python bench/gpu_decode.py [--model 8b 1b] [--depth 128 8192 32768] [--kv bf16 fp8 int8]
+                               [--activations int8 float] [--out FILE]
 
 Before a speed is printed, the graph's logits at three positions are compared with decoded weights and
-torch.matmul in fp32, and its tokens with those of the same launches issued one by one.
+torch.matmul in fp32 over a cache of the same type, and its tokens with those of the same launches issued one
+by one. With several depths, each has its share of the rate at the first one.
 """
 
 import argparse
@@ -17,10 +19,14 @@ from synthetic import SHAPES, load_synthetic
 
 from realizar_torch.generation.causal_lm import CausalLM
 from realizar_torch.generation.graph import DecodeGraph
+from realizar_torch.generation.rehearsal import rehearse
+from realizar_torch.nn.cache_rows import LARGEST, quantize_rows
+from realizar_torch.nn.kv_cache import KVCache
 
 PROMPT, POSITIONS = 12, 3
 # of the root mean square of the logits: bf16 keys and values; int8 activations of 7 products per layer
 TOLERANCE = {"float": 0.03, "int8": 0.15}
+KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def read_bandwidth() -> float:
@@ -38,25 +44,43 @@ def milliseconds(call: Any) -> float:
     return start.elapsed_time(end)
 
 
-def reference_logits(name: str, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of the last POSITIONS tokens; so many rows are decoded and multiplied in fp32."""
+def reference_logits(name: str, ids: torch.Tensor, kinds: list[str]) -> dict[str, torch.Tensor]:
+    """By kind of cache: logits of the last POSITIONS tokens; so many rows are decoded and multiplied in fp32."""
     model = load_synthetic(name, "cuda", dtype=torch.float32, activations="float", max_seq_len=64)
-    with torch.inference_mode():
-        return model(ids).logits[:, -POSITIONS:]
+    logits = {}
+    for kind in kinds:
+        cache = None
+        if KV[kind] in LARGEST:
+            cache = KVCache(model.config, 1, ids.shape[1], device=model.device, dtype=KV[kind])
+        with torch.inference_mode():
+            logits[kind] = model(ids, cache=cache, logits_to_keep=POSITIONS).logits
+    return logits
 
 
-def graph_error(graph: DecodeGraph, model: CausalLM, ids: torch.Tensor, expected: torch.Tensor) -> float:
-    """rms error of the graph's logits, teacher-forced, over the rms of ``expected``."""
+def fill(cache: KVCache) -> None:
+    """Random keys and values."""
+    for index, memory in enumerate((cache.keys, cache.values)):
+        for layer, rows in enumerate(memory):
+            if cache.scales is None:
+                rows.normal_()
+            else:
+                elements, scales = quantize_rows(torch.randn(rows.shape, device=rows.device), cache.dtype)
+                rows.copy_(elements)
+                cache.scales[index, layer].copy_(scales)
+
+
+def graph_error(graph: DecodeGraph, ids: torch.Tensor, expected: torch.Tensor) -> float:
+    """rms error of the graph's last logits, all tokens fed one by one, over the rms of ``expected``."""
     found = []
     with torch.inference_mode():
-        logits = model(ids[:, :PROMPT], cache=graph.cache, logits_to_keep=1).logits[:, -1]
-        graph.begin(logits)
-        for position in range(PROMPT, PROMPT + POSITIONS):
-            graph.step.tokens.copy_(ids[:, position])
+        # which token these choose does not matter
+        graph.begin(torch.zeros_like(graph.step.logits))
+        for column in ids.T:
+            graph.step.tokens.copy_(column)
             graph.issue()
             found.append(graph.step.logits.clone())
         graph.finish()
-    error = torch.stack(found, 1) - expected
+    error = torch.stack(found[-POSITIONS:], 1) - expected
     return float(error.square().mean().sqrt() / expected.square().mean().sqrt())
 
 
@@ -90,13 +114,24 @@ def kernels_per_step(graph: DecodeGraph) -> int:
     return sum("Memcpy" not in name and "Memset" not in name for name in on_device)
 
 
-def measure(name: str, activations: str, depth: int, options: argparse.Namespace, limit: float) -> dict:
-    shape = SHAPES[name]
+def prompt_ids(name: str) -> torch.Tensor:
+    shape = (1, PROMPT + POSITIONS)
+    return torch.randint(0, SHAPES[name].vocab, shape, generator=torch.Generator().manual_seed(2)).cuda()
+
+
+def measure(
+    name: str,
+    model: CausalLM,
+    kv: str,
+    depth: int,
+    expected: torch.Tensor,
+    options: argparse.Namespace,
+    limit: float,
+) -> dict:
+    shape, activations = SHAPES[name], model.lm_head.activations
     capacity = min(shape.context, -(-(depth + options.steps + 16) // 256) * 256)
     started = time.perf_counter()
-    model = load_synthetic(
-        name, "cuda", dtype=torch.bfloat16, activations=activations, max_seq_len=max(capacity, 64)
-    )
+    model.kv_dtype = KV[kv]
     weights = sum(
         tensor.nbytes
         for module in model.modules()
@@ -104,14 +139,12 @@ def measure(name: str, activations: str, depth: int, options: argparse.Namespace
         for tensor in [getattr(module, "stored", None)]
         if tensor is not None
     )
-    graph = DecodeGraph(model, 1)
-    ids = torch.randint(
-        0, shape.vocab, (1, PROMPT + POSITIONS), generator=torch.Generator().manual_seed(2)
-    ).cuda()
-    error = graph_error(graph, model, ids, reference_logits(name, ids))
+    graph = DecodeGraph(model, 1, max_seq_len=max(capacity, 64))
+    rehearse(graph.rehearse)
+    compiled = time.perf_counter() - started
+    error = graph_error(graph, prompt_ids(name), expected)
     ready = time.perf_counter() - started
-    graph.cache.keys.normal_()
-    graph.cache.values.normal_()
+    fill(graph.cache)
     eager, _ = run(graph, depth, min(16, options.steps), False)
     before = torch.cuda.memory_allocated()
     captured, ms = min((run(graph, depth, options.steps, True) for _ in range(3)), key=lambda pair: pair[1])
@@ -120,10 +153,12 @@ def measure(name: str, activations: str, depth: int, options: argparse.Namespace
     record = {
         "model": name,
         "activations": activations,
+        "kv": kv,
         "depth": depth,
         "ms": ms,
         "tokens_per_second": 1000 / ms,
         "weight_bytes": weights,
+        "cache_bytes": graph.cache.memory_bytes,
         "share": weights / ms / 1e6 / limit,
         "error": error,
         "right": right,
@@ -136,9 +171,9 @@ def measure(name: str, activations: str, depth: int, options: argparse.Namespace
         else "WRONG"
     )
     print(
-        f"{name} {activations} depth {depth}: {speed}; logits off by {error:.4f} rms, tokens equal to eager: "
-        f"{same}; kernels {record['kernels']} (9 x {shape.layers} + 8 = {9 * shape.layers + 8}); "
-        f"{graph.stats}; ready after {ready:.1f} s",
+        f"{name} {activations} kv {kv} depth {depth}: {speed}; logits off by {error:.4f} rms, tokens "
+        f"equal to eager: {same}; kernels {record['kernels']} (9 x {shape.layers} + 8 = "
+        f"{9 * shape.layers + 8}); {graph.stats}; ready after {ready:.1f} s, of that compiled in {compiled:.1f}",
         flush=True,
     )
     return record
@@ -148,6 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", nargs="*", default=["8b", "1b"], choices=SHAPES)
     parser.add_argument("--depth", nargs="*", type=int, default=[128, 8192])
+    parser.add_argument("--kv", nargs="*", default=["bf16"], choices=KV)
     parser.add_argument("--activations", nargs="*", default=["int8"], choices=TOLERANCE)
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument(
@@ -159,10 +195,26 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}: read {limit:.0f} GB/s", flush=True)
     records = []
     for name in options.model:
+        expected = reference_logits(name, prompt_ids(name), options.kv)
+        torch.cuda.empty_cache()
         for activations in options.activations:
-            for depth in options.depth:
-                records.append(measure(name, activations, depth, options, limit))
+            model = load_synthetic(
+                name, "cuda", dtype=torch.bfloat16, activations=activations, max_seq_len=64
+            )
+            for kv in options.kv:
+                found = [
+                    measure(name, model, kv, depth, expected[kv], options, limit) for depth in options.depth
+                ]
+                if len(found) > 1:
+                    shares = (f"{found[0]['ms'] / record['ms']:.1%}" for record in found[1:])
+                    print(
+                        f"{name} {activations} kv {kv}: {' and '.join(shares)} of the rate at depth "
+                        f"{options.depth[0]}"
+                    )
+                records += found
                 torch.cuda.empty_cache()
+            del model
+            torch.cuda.empty_cache()
     if options.out:
         options.out.write_text(
             json.dumps(

@@ -40,9 +40,11 @@ def _attend(
             v = tl.load(v, mask=(lane < D)[None, :], other=0)
         if PACKED:
             k, v = halves_of_bytes(k, INT8), halves_of_bytes(v, INT8)
-            held = column <= last
-            scale_of_k = tl.load(k_scales + column, mask=held, other=0)
-            scale_of_v = tl.load(v_scales + column, mask=held, other=0)
+            if MASKED:
+                scale_of_k = tl.load(k_scales + column, mask=live, other=0)
+                scale_of_v = tl.load(v_scales + column, mask=live, other=0)
+            else:
+                scale_of_k, scale_of_v = tl.load(k_scales + column), tl.load(v_scales + column)
         elif INTERPRETED:
             # the interpreter multiplies the bit patterns of bf16
             k, v = k.to(tl.float32), v.to(tl.float32)
