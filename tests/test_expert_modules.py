@@ -6,7 +6,9 @@ import json
 import pytest
 import torch
 from arch_fixtures import FIXTURES, TOLERANCE, golden, load, write_resized
+from cases import assert_within
 from command_line import call
+from expert_oracle import mixture_oracle
 from fixture_models import MODELS, has_experts
 
 import realizar_torch as rt
@@ -26,6 +28,14 @@ NAMES = [name for name in MODELS if has_experts(name)]
 
 def mixtures(model: torch.nn.Module) -> list[MixtureOfExperts]:
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+def with_dense_experts(model):
+    """Packed experts become dense ones of the same values, in place."""
+    for layer in mixtures(model):
+        for part, experts in list(layer.experts.named_children()):
+            setattr(layer.experts, part, DenseExperts(experts.dequantize()))
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +70,39 @@ def test_modules_and_their_state(packed_file):
         assert torch.equal(tensor, state[name]), name
     placed.load_state_dict(state)
     rt.unpack(placed)
-    half = copy.deepcopy(model).to(torch.bfloat16)
+    half, dense = copy.deepcopy(model).bfloat16(), with_dense_experts(copy.deepcopy(model)).bfloat16()
     assert half.layers[0].mlp.experts.gate_proj.weight.dtype == torch.uint8
     with torch.inference_mode():
         assert torch.equal(placed(ids).logits, expected)
-        assert torch.cosine_similarity(half(ids).logits, expected, dim=-1).median() > 0.98
+        rounding = (dense(ids).logits - expected).square().mean().sqrt()
+        assert (half(ids).logits - expected).square().mean().sqrt() <= 1.2 * rounding < 2**-6 * expected.std()
 
     wrong = dict(state) | {"layers.0.mlp.experts.up_proj.weight": torch.zeros(5, 96, 102)}
     with pytest.raises(FormatError, match=r"torch.float32, expected torch.uint8 bytes of Q8_0"):
         model.load_state_dict(wrong)
+
+
+@pytest.mark.parametrize("rows", [1, 50])
+@pytest.mark.parametrize("numerics", ["float", "int8", "bfloat16"])
+def test_a_mixture_is_the_sum_of_its_experts(packed_file, rows, numerics):
+    """Against float64 of the decoded weights: a row takes the launch for few choices, fifty are grouped."""
+    mixture, x = load_packed(packed_file).layers[0].mlp, torch.randn(rows, 96, generator=seeded(rows))
+    if numerics == "bfloat16":
+        mixture, x = mixture.bfloat16(), x.bfloat16()
+    elif numerics == "int8":
+        set_int8(mixture)
+    with torch.inference_mode():
+        assert_within(mixture(x), *mixture_oracle(mixture, x))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def set_int8(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "activations"):
+            module.activations = "int8"
 
 
 def test_decoded_experts_are_the_dense_ones(packed_file):
@@ -102,10 +136,7 @@ def test_saved_and_quantized(name, tmp_path, capsys):
         assert torch.equal(saved(ids).logits, logits)
         rt.save(direct, tmp_path / "again")
         assert torch.equal(load_packed(tmp_path / "again")(ids).logits, logits)
-        for layer in mixtures(direct):
-            for part, experts in list(layer.experts.named_children()):
-                setattr(layer.experts, part, DenseExperts(experts.dequantize()))
-        assert (direct(ids).logits - logits).abs().max() <= TOLERANCE
+        assert (with_dense_experts(direct)(ids).logits - logits).abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("rows", [2, 70])
@@ -183,9 +214,7 @@ def test_transformers_models_of_them_are_refused_by_name(name):
 def test_gradients_pass_through_experts(packed_file):
     """A trainable input of the mixture: as through the dense one of its values."""
     layer = load_packed(packed_file).layers[0].mlp
-    dense = copy.deepcopy(layer)
-    for part, experts in list(dense.experts.named_children()):
-        setattr(dense.experts, part, DenseExperts(experts.dequantize()))
+    dense = with_dense_experts(copy.deepcopy(layer))
     for count in (2, 50):
         grads = []
         for module in (layer, dense):
@@ -215,25 +244,29 @@ def test_generation_with_int8_activations(packed_file):
 
 @pytest.mark.parametrize("activations", [pytest.param("float", marks=pytest.mark.gpu), "int8"])
 def test_the_gpu_step_runs_mixtures(packed_file, activations):
-    """Interpreted where there is no GPU: the kernels around them, the mixtures by their modules."""
+    """Interpreted where there is no GPU: the kernels around them, the mixtures by their modules.
+
+    One token after the same cached ones. int8: a sum rounded otherwise may move a quant by a step, which is
+    less than a third of what rounding all of them does (see test_cpu_step.py).
+    """
     pytest.importorskip("triton")
-    model, ids = load_packed(packed_file), golden("qwen2moe")[0][:, :6].to(DEVICE)
-    for module in model.modules():
-        if hasattr(module, "activations"):
-            module.activations = activations
-    model.to(DEVICE)
+    model, ids = load_packed(packed_file).to(DEVICE), golden("qwen2moe")[0][:, :6].to(DEVICE)
     assert obstacle(model, experts=True) is None
     assert obstacle(model) == "layers.0.mlp is a MixtureOfExperts"
     with torch.inference_mode():
-        expected = model(ids, logits_to_keep=1).logits[:, -1]
         cache = KVCache(model.config, 1, 32, device=DEVICE)
         model(ids[:, :-1], cache=cache)
+        exact = model(ids[:, -1:], cache=copy.deepcopy(cache)).logits[:, -1]
+        if activations == "int8":
+            set_int8(model)
+        modules = model(ids[:, -1:], cache=copy.deepcopy(cache)).logits[:, -1]
         step = GpuStep(model, cache, Workspace.for_model(model.config, 1, device=DEVICE))
         logits = step.run(ids[:, -1])
     if activations == "float":
-        assert (logits - expected).abs().max() <= TOLERANCE
+        assert (logits - exact).abs().max() <= TOLERANCE
     else:
-        assert torch.cosine_similarity(logits, expected).min() > 0.999
+        rounding = (modules - exact).square().mean().sqrt()
+        assert (logits - modules).square().mean().sqrt() <= 0.3 * rounding < 0.04 * exact.std()
 
 
 def test_a_step_of_every_batch_waits_for_nobody():
@@ -258,9 +291,9 @@ def test_generation_in_a_graph(packed_file, batch):
 def test_a_decode_step_does_not_wait_for_the_gpu(packed_file, rows):
     for path in (packed_file, packed_file.with_name("qwen2moe-dense.gguf")):
         layer = load_packed(path).layers[0].mlp
-        x = torch.randn(rows, 1, 96)
+        x = torch.randn(rows, 96, generator=seeded(rows))
         with torch.inference_mode():
-            expected, moved = layer(x), x.cuda()
+            (expected, tolerance), moved = mixture_oracle(layer, x), x[:, None].cuda()
             # compiled outside
             layer.cuda()(moved)
             torch.cuda.set_sync_debug_mode("error")
@@ -268,4 +301,4 @@ def test_a_decode_step_does_not_wait_for_the_gpu(packed_file, rows):
                 y = layer(moved)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        assert torch.allclose(y.cpu(), expected, atol=1e-3)
+        assert_within(y[:, 0].cpu(), expected, tolerance)
