@@ -1,10 +1,12 @@
 """KV caches of 8 bits through the product: errors within their bounds, and every path sees the same rows."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import random_models
 import torch
+from command_line import call
 from random_models import write_random_model
 
 import realizar_torch as rt
@@ -265,3 +267,14 @@ def test_the_fused_cpu_step_leaves_8_bits_to_the_modules_and_says_so(path):
     with pytest.warns(UserWarning, match=r"module by module.*float32, with a cache of torch\.int8") as caught:
         model.generate(ids_of(1, 4).cpu(), max_new_tokens=3, eos_token_id=[])
     assert len(caught) == 1
+
+
+def test_the_option_of_the_command_line(path, capsys):
+    command = ("generate", "the cat", "-m", path, "--device", "cpu", "-n", 6, "--json", "--kv-dtype")
+    code, out, _ = call(capsys, *command, "fp8")
+    model, tokenizer = rt.load(path, device="cpu", kv_dtype="fp8")
+    assert code == 0
+    assert json.loads(out)["text"] == rt.generate(model, tokenizer, "the cat", max_new_tokens=6)
+    with pytest.raises(SystemExit):
+        call(capsys, *command, "fp4")
+    assert "'fp8', 'int8'" in capsys.readouterr().err
