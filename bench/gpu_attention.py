@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from gpu_matvec import graph_time, random_weight, read_bandwidth
 
-from realizar_torch.nn.cache_rows import LARGEST, dequantize_rows, quantize_rows
+from realizar_torch.nn.cache_rows import LARGEST, dequantize_rows, quantize_rows, row_bytes
 from realizar_torch.triton_kernels.attention import attention_scratch, decode_attention
 from realizar_torch.triton_kernels.configs import AttentionLaunch, choose_attention, choose_splits
 from realizar_torch.triton_kernels.matvec import matvec_int8
@@ -41,8 +41,7 @@ class Case:
         capacity = -(-(depth + 1) // 64) * 64
         shape = (batch, KV_HEADS, capacity, DIM)
         dtype = DTYPES[kind]
-        row_bytes = DIM * dtype.itemsize + (4 if dtype in LARGEST else 0)
-        self.nbytes = 2 * batch * KV_HEADS * depth * row_bytes
+        self.nbytes = 2 * batch * KV_HEADS * depth * row_bytes(DIM, dtype)
         copies = copies or max(2, min(LAUNCHES, ROTATION_BYTES // (self.nbytes + 1) + 1))
         self.caches = [self._cache(shape, dtype) for _ in range(copies)]
         self.qkv = torch.randn(batch, (HEADS + 2 * KV_HEADS) * DIM, device="cuda")
