@@ -209,12 +209,12 @@ def sample_rows(
     top_p, min_p, repetition penalty; integers int64 ``[rows, 3]``: top_k, seed, tokens chosen so far; tokens
     int64 ``[rows]``; all contiguous. A token counts as chosen and seen (-1, without usable logits, as 0).
 
-    Scaled logits are those of torch, bit for bit: top-k and min-p keep the same tokens. Weights are not: top-p
-    and the draw do what exact ones do for a top_p and a uniform number at most (2 ln V + 4) 2^-23 + V 2^-39
-    away, V being the vocabulary. That is twice the error of a sum, relative to that of all weights, which is
-    at least that of the highest: rounding down costs 2^-40 each, exp(x) is off by at most (|x| + 2) 2^-23 of
-    itself, and the weighted mean of |x| is at most the entropy, ln V. What is 2^40 times less likely than the
-    highest is never drawn.
+    Scaled logits are those of torch, bit for bit: top-k and min-p keep the same tokens. Weights are not:
+    top-p and the draw do what exact ones do for a top_p and a uniform number at most (2 ln V + 4) 2^-23 +
+    V 2^-39 away, V being the vocabulary. That is twice the error of a sum, relative to that of all weights,
+    which is at least that of the highest: rounding down costs 2^-40 each, exp(x) is off by at most (|x| + 2)
+    2^-23 of itself, and the weighted mean of |x| is at most the entropy, ln V. What is 2^40 times
+    less likely than the highest is never drawn.
     """
     rows, vocabulary = logits.shape
     expected = (
