@@ -62,8 +62,10 @@ def assert_follows(logits, seen, params, number, least, token):
     """Of one row: tokens from key ``least`` on are what the definitions keep in float64, and ``token`` is
     where their distribution function passes ``number``; but for the derived difference of weights."""
     vocabulary = len(logits)
-    logits = penalize_repetition(logits, seen, params.repetition_penalty)
-    scaled = (logits - logits.max()) / torch.tensor(params.temperature, device=logits.device)
+    # tensors, because torch multiplies by the reciprocal of a number on a GPU
+    penalty, temperature = torch.tensor([params.repetition_penalty, params.temperature], device=logits.device)
+    logits = penalize_repetition(logits, seen, penalty)
+    scaled = (logits - logits.max()) / temperature
     weights = scaled.double().exp()
     # see sample_rows: twice the error of a sum of weights
     difference = (2 * math.log(vocabulary) + 4) * 2.0**-23 + vocabulary * 2.0**-39
