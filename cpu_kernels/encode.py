@@ -22,6 +22,7 @@ from realizar_torch.cpu_kernels.memory import (
     store_f32,
     store_u8,
 )
+from realizar_torch.cpu_kernels.rooms import room
 from realizar_torch.cpu_kernels.simd import load_f32x16
 from realizar_torch.formats import get_packed_format
 
@@ -40,7 +41,7 @@ def encode(weight: Tensor, fmt: str, importance: Tensor | None = None) -> Tensor
     if importance is not None:
         check_tensor("importance", importance, torch.float32, (columns,), contiguous=False)
         importance = pad(importance, (0, spec.blocks(columns) * spec.block_size - columns)).contiguous()
-    out, counter = torch.empty(rows, spec.row_bytes(columns), dtype=torch.uint8), ctypes.c_int64()
+    out, counter = room(rows, spec.row_bytes(columns), dtype=torch.uint8), ctypes.c_int64()
     pool.run(
         _rows_encoder(fmt),
         min(torch.get_num_threads(), -(-rows // LANES)),

@@ -24,6 +24,7 @@ from realizar_torch.cpu_kernels.matvec import gate_up_tiles, matvec_tiles
 from realizar_torch.cpu_kernels.memory import store_i64
 from realizar_torch.cpu_kernels.program import GELU, GELU_TANH, SILU
 from realizar_torch.cpu_kernels.quantize import BLOCK, quantize_vectors
+from realizar_torch.cpu_kernels.rooms import room
 from realizar_torch.cpu_kernels.rows_of_table import decode_table_rows
 from realizar_torch.cpu_kernels.vectors import Vectors, check_vectors
 from realizar_torch.errors import FormatError
@@ -104,7 +105,7 @@ def gate_up(
     vectors = check_vectors(x, (gate_fmt, up_fmt), in_features)
     if vectors.count != 1:
         raise FormatError(f"gate_up got {vectors.count} vectors, expected 1; use matmul for more")
-    out, other, counter = torch.empty(1, rows), torch.empty(rows), ctypes.c_int64()
+    out, other, counter = room(1, rows), room(rows), ctypes.c_int64()
     pool.share(
         gate_up_tiles,
         threads_for(2 * rows * in_features),
@@ -141,7 +142,7 @@ def expert_matvec(
         raise FormatError(f"{count} experts for {vectors.count} vectors, expected {share} for each")
     if count and not 0 <= int(experts.min()) <= int(experts.max()) < matrices:
         raise FormatError(f"experts {int(experts.min())} to {int(experts.max())} exceed {matrices} matrices")
-    out, counter = torch.empty(count, rows), ctypes.c_int64()
+    out, counter = room(count, rows), ctypes.c_int64()
     addressed = [pair for both in zip(vectors.addresses, vectors.strides, strict=True) for pair in both]
     pool.share(
         expert_tiles,
@@ -167,8 +168,8 @@ def quantize_activations(x: Tensor, fmt: str) -> QuantizedActivations:
     x, (count, width) = x.contiguous(), x.shape
     spec = get_packed_format(fmt)
     padded = spec.blocks(width) * spec.block_size
-    q = torch.empty(count, padded, dtype=torch.int8)
-    scale, sums = torch.empty(count, padded // BLOCK), torch.empty(count, 2 * padded // BLOCK)
+    q = room(count, padded, dtype=torch.int8)
+    scale, sums = room(count, padded // BLOCK), room(count, 2 * padded // BLOCK)
     addresses = (q.data_ptr(), scale.data_ptr(), sums.data_ptr())
     pool.run(quantize_vectors, threads_for(count * padded), x.data_ptr(), count, width, padded, *addresses)
     return QuantizedActivations(q, scale, sums, width)
@@ -206,7 +207,7 @@ def _product(
         check_tensor("bias", bias, torch.float32, (rows,))
         inputs.append(bias)
     if out is None:
-        out = torch.empty(vectors.count, rows)
+        out = room(vectors.count, rows)
     else:
         check_output(out, (vectors.count, rows), inputs)
     bias_address = 0 if bias is None else bias.data_ptr()
@@ -241,7 +242,7 @@ def _matmul_float(
     rows = weight.shape[0]
     x = torch.nn.functional.pad(vectors.tensors[0], (0, -in_features % matmul_float.LANES)).contiguous()
     threads, counter = threads_for(vectors.count * rows * in_features), ctypes.c_int64()
-    scratch = torch.empty(threads, matmul_float.TILE_ROWS, x.shape[1])
+    scratch = room(threads, matmul_float.TILE_ROWS, x.shape[1])
     pool.share(
         matmul_float.matmul_tiles,
         threads,
@@ -267,10 +268,10 @@ def _matmul_int8(
     rows, width, count = weight.shape[0], vectors.strides[0], vectors.count
     threads = threads_for(count * rows * in_features)
     columns, kind = -(-count // COLUMNS) * COLUMNS, kind_of_sums(fmt)
-    state = torch.zeros(STATE_BYTES // 8, dtype=torch.int64)
-    q = torch.empty(-(-width // 64), columns, 64, dtype=torch.int8)
-    scale, sums = torch.empty(width // BLOCK, columns), torch.empty(kind + 1, width // 16, columns)
-    tiles = torch.empty(threads, columns, TILE_ROWS)
+    state = torch.zeros(STATE_BYTES // 8, dtype=torch.int64, device="cpu")
+    q = room(-(-width // 64), columns, 64, dtype=torch.int8)
+    scale, sums = room(width // BLOCK, columns), room(kind + 1, width // 16, columns)
+    tiles = room(threads, columns, TILE_ROWS)
     pool.run(
         matmul_int8_tiles,
         threads,
@@ -296,7 +297,7 @@ def _matmul_int8(
 def _decoded_rows(weight: Tensor, fmt: str, width: int, ids: Tensor | None) -> Tensor:
     check_weight("weight", weight, fmt, width)
     count = weight.shape[0] if ids is None else ids.shape[0]
-    out, counter = torch.empty(count, width), ctypes.c_int64()
+    out, counter = room(count, width), ctypes.c_int64()
     pool.share(
         decode_table_rows,
         threads_for(count * width),

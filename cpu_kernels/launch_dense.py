@@ -10,6 +10,7 @@ from realizar_torch.cpu_kernels.attention import attend_batch
 from realizar_torch.cpu_kernels.checks import check_tensor
 from realizar_torch.cpu_kernels.launch import threads_for
 from realizar_torch.cpu_kernels.norm import norm_vectors
+from realizar_torch.cpu_kernels.rooms import room
 from realizar_torch.errors import FormatError
 
 
@@ -29,7 +30,7 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, centre:
     check_tensor("weight", weight, torch.float32, (width,))
     if bias is not None:
         check_tensor("bias", bias, torch.float32, (width,))
-    out = torch.empty(count, width)
+    out = room(count, width)
     pool.run(
         norm_vectors,
         threads_for(count * width),
@@ -79,8 +80,8 @@ def decode_attention(
         found = f"starts {starts.tolist()}, ends {ends.tolist()}"
         raise FormatError(f"{found}: expected 0 <= start < end <= {max_length} for every sequence")
     threads = threads_for(2 * heads * head_dim * int((ends - starts).sum()))
-    scratch = torch.empty(threads, heads // kv_heads, max_length)
-    out, counter = torch.empty(batch, heads, head_dim), ctypes.c_int64()
+    scratch = room(threads, heads // kv_heads, max_length)
+    out, counter = room(batch, heads, head_dim), ctypes.c_int64()
     pool.run(
         attend_batch,
         threads,

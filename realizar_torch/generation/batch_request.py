@@ -132,7 +132,7 @@ def _ids(prompt: Any) -> torch.Tensor:
     else:
         try:
             # a list of numbers for Python, but meant as text
-            ids = None if isinstance(prompt, bytes) else torch.tensor(list(prompt))
+            ids = None if isinstance(prompt, bytes) else torch.tensor(list(prompt), device="cpu")
         except (TypeError, ValueError, RuntimeError):
             ids = None
     if ids is None or ids.dim() != 1 or len(ids) == 0:

@@ -186,4 +186,4 @@ class GraphRows:
 
 
 def _int64(numbers: Sequence[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")

@@ -18,7 +18,7 @@ class Arena:
         self.threads = threads
         places, length = _places(shared)
         self.offsets, self.stride = _places(own)
-        memory = torch.empty(length + threads * self.stride + _CACHE_LINE, dtype=torch.uint8)
+        memory = torch.empty(length + threads * self.stride + _CACHE_LINE, dtype=torch.uint8, device="cpu")
         start = _aligned(memory.data_ptr())
         self._memory, skipped = memory, start - memory.data_ptr()
         for name in zeroed:

@@ -50,14 +50,15 @@ class CpuPrompt:
 
     def fill(self, token_ids: Tensor, sequence: int, slot: int) -> None:
         """token_ids int64 [T] of one sequence to its slots from ``slot`` on; the cache's length stays."""
-        slots = torch.arange(slot, slot + len(token_ids))
+        slots = torch.arange(slot, slot + len(token_ids), device="cpu")
         self._passes(token_ids, torch.full_like(slots, sequence), slots)
 
     def _passes(self, tokens: Tensor, sequences: Tensor, slots: Tensor) -> Tensor:
         """Runs columns in any number; the residual stream of each sequence's last one, fp32 [B, hidden]."""
         config = self._model.config
         check_tokens(tokens, config.vocab_size)
-        last, end = torch.empty(self._cache.batch_size, config.hidden_size), slots.max()
+        last = torch.empty(self._cache.batch_size, config.hidden_size, dtype=torch.float32, device="cpu")
+        end = slots.max()
         self._prepare(min(len(tokens), _COLUMNS))
         for first in range(0, len(tokens), _COLUMNS):
             part = slice(first, first + _COLUMNS)
@@ -68,7 +69,8 @@ class CpuPrompt:
 
     def _columns(self, input_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Token, sequence and slot of everything that is not padding, sequence by sequence."""
-        slots = torch.arange(self._cache.length, self._cache.length + input_ids.shape[1])
+        past = self._cache.length
+        slots = torch.arange(past, past + input_ids.shape[1], device="cpu")
         sequences, columns = torch.nonzero(slots >= self._cache.starts[:, None], as_tuple=True)
         return input_ids[sequences, columns].to(torch.int64), sequences, slots[columns]
 
@@ -79,7 +81,7 @@ class CpuPrompt:
         count, threads = len(tokens), torch.get_num_threads()
         if self._arena is None or self._arena.threads < threads:
             self._arena = self._make_arena(threads)
-        blocks = torch.tensor(list(_blocks(sequences.tolist(), prompt_attention.QUERIES)))
+        blocks = torch.tensor(list(_blocks(sequences.tolist(), prompt_attention.QUERIES)), device="cpu")
         context = self._context
         columns = {"tokens": tokens, "sequences": sequences, "slots": slots, "blocks": blocks}
         for name, tensor in columns.items():
@@ -100,7 +102,9 @@ class CpuPrompt:
         self._arena, self._kept[:] = None, [cache.keys, cache.values, cache.starts]
         hidden_size, q_dim = config.hidden_size, config.q_dim
         widths = (hidden_size, hidden_size, q_dim + 2 * config.kv_dim, q_dim)
-        self._residual, hidden, qkv, wide = (torch.empty(columns, width) for width in widths)
+        self._residual, hidden, qkv, wide = (
+            torch.empty(columns, width, dtype=torch.float32, device="cpu") for width in widths
+        )
         # by the machine and not by the number of columns: a row's result must not depend on its neighbours
         bf16 = matrix_tiles.available()
         steps = _PromptProgram(model, cache, (hidden, qkv, wide), self._kept, bf16)

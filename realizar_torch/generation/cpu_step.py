@@ -38,8 +38,8 @@ class CpuStep:
 
     def __init__(self, model: Transformer, cache: KVCache, workspace: Workspace):
         self._cache, self._workspace = cache, workspace
-        self._tokens = torch.zeros(cache.batch_size, dtype=torch.int64)
-        self._positions = torch.zeros(cache.batch_size, dtype=torch.int64)
+        self._tokens = torch.zeros(cache.batch_size, dtype=torch.int64, device="cpu")
+        self._positions = torch.zeros(cache.batch_size, dtype=torch.int64, device="cpu")
         # Keeps every tensor alive whose address the program holds.
         self._kept: list[Tensor] = [self._tokens, self._positions, cache.keys, cache.values, cache.starts]
         config = model.config
@@ -135,7 +135,7 @@ def shared_fields(model: Transformer, cache: KVCache, kept: list[Tensor]) -> dic
     config = model.config
     ropes = [model.rope] + ([] if model.local_rope is None else [model.local_rope])
     frequencies = torch.stack([rope.inv_freq for rope in ropes]).contiguous()
-    magnitudes = torch.tensor([rope.magnitude for rope in ropes], dtype=torch.float32)
+    magnitudes = torch.tensor([rope.magnitude for rope in ropes], dtype=torch.float32, device="cpu")
     kept += [frequencies, magnitudes]
     return {
         "starts": cache.starts.data_ptr(),

@@ -82,7 +82,9 @@ class StepProgram(LayerProgram):
         """A buffer for ``rows`` rows of each sequence."""
         key = name, rows, width
         if key not in self._rooms:
-            self._rooms[key] = self.buffer(torch.empty(self._batch * rows, width))
+            self._rooms[key] = self.buffer(
+                torch.empty(self._batch * rows, width, dtype=torch.float32, device="cpu")
+            )
         return self._rooms[key]
 
 

@@ -82,13 +82,13 @@ class GpuStep:
         self._own = torch.zeros(batch, dtype=torch.int64, device=device)
         self._place = torch.zeros(batch, config.hidden_size, dtype=model.dtype, device=device)
         self._stream = self._view(workspace.hidden, config.hidden_size)
-        self._beside = torch.zeros(batch, config.hidden_size, device=device)
+        self._beside = torch.zeros(batch, config.hidden_size, dtype=torch.float32, device=device)
         self._qkv = self._view(workspace.qkv, config.q_dim + 2 * config.kv_dim)
         self.logits = workspace.logits[:batch]
         self._angles = self._cos_sin(model.rope)
         self._local_angles = self._angles if model.local_rope is None else self._cos_sin(model.local_rope)
         self._growths = model.q_scale(torch.arange(cache.max_seq_len, device=device)[None])
-        self._growth = torch.ones(batch, device=device)
+        self._growth = torch.ones(batch, dtype=torch.float32, device=device)
         self._scratch = attention_scratch(
             batch, config.num_heads, config.num_kv_heads, config.head_dim, cache.max_seq_len, device
         )

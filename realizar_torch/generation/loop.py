@@ -226,7 +226,7 @@ def generate_ids(
         for tokens in Decoding(model, request):
             columns.append(tokens)
             if streamer is not None:
-                streamer.put(torch.tensor(tokens))
+                streamer.put(torch.tensor(tokens, device="cpu"))
     finally:
         # A reader of a queue would wait for ever if an error here kept the end from it.
         if streamer is not None:

@@ -77,7 +77,7 @@ class FixedRows:
         # every piece but one may begin another block
         blocks = (count - 1) // block_rows + sequences
         self._sizes = [4 * blocks, 4 * sequences, 2 * count, count, sequences]
-        self._empty = torch.zeros(sum(self._sizes), dtype=torch.int32)
+        self._empty = torch.zeros(sum(self._sizes), dtype=torch.int32, device="cpu")
         self._empty.split(self._sizes)[2].fill_(-1)
         self._memory = self._empty.to(device, copy=True)
         self.tables = _tables(self._memory, self._sizes)
@@ -95,11 +95,11 @@ class FixedRows:
 
 def _parts(pieces: Sequence[Piece], block_rows: int) -> list[Tensor]:
     """blocks, end_blocks, places, positions and ends of Rows, flat int64 on the host."""
-    counts = torch.tensor([piece.count for piece in pieces])
+    counts = _int64([piece.count for piece in pieces])
     firsts = (counts.cumsum(0) - counts).tolist()
-    slots = torch.cat([torch.arange(piece.slot, piece.slot + piece.count) for piece in pieces])
+    slots = torch.cat([torch.arange(piece.slot, piece.slot + piece.count, device="cpu") for piece in pieces])
     sequences, starts = (
-        torch.tensor(values).repeat_interleave(counts)
+        _int64(values).repeat_interleave(counts)
         for values in ([piece.sequence for piece in pieces], [piece.start for piece in pieces])
     )
     blocks: list[int] = []
@@ -124,4 +124,4 @@ def _tables(memory: Tensor, sizes: Sequence[int]) -> Rows:
 
 
 def _int64(numbers: list[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")

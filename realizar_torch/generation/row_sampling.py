@@ -119,4 +119,4 @@ def _floats(params: SamplingParams) -> tuple[float, ...]:
 
 def _write(target: Tensor, values: Sequence) -> None:
     # the values are on their way when the call returns: nobody has to wait for the device
-    target.copy_(torch.tensor(values, dtype=target.dtype), non_blocking=True)
+    target.copy_(torch.tensor(values, dtype=target.dtype, device="cpu"), non_blocking=True)

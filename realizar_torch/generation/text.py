@@ -91,7 +91,7 @@ def stream(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: Un
     ids = encode_prompt(tokenizer, prompt_or_messages)
     if not isinstance(prompt_or_messages, str):
         end_with_turn(model, tokenizer, options)
-    request = make_request(model, torch.tensor([ids]), tokenizer=tokenizer, **options)
+    request = make_request(model, torch.tensor([ids], device="cpu"), tokenizer=tokenizer, **options)
     # an answer to messages begins a text of its own
     preceding = ids if isinstance(prompt_or_messages, str) else ()
     return TextStream(Decoding(model, request, with_text=True, preceding=preceding))

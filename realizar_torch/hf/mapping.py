@@ -126,13 +126,13 @@ def _change(
 
 def _halves_apart(rows: int, heads: int) -> Tensor:
     """Row order that undoes the interleaving: GGUF row 2i+h of a head was row h·(D/2)+i."""
-    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(rows)
+    return torch.arange(rows, device="cpu").view(heads, -1, 2).transpose(1, 2).reshape(rows)
 
 
 def _group_by_group(rows: int, config: PreTrainedConfig) -> Tensor:
     """Row order that puts each key and value head behind the query heads that share it, as Falcon's."""
     groups = getattr(config, "num_kv_heads", config.num_attention_heads)
-    order = torch.arange(rows).view(config.num_attention_heads + 2 * groups, -1)
+    order = torch.arange(rows, device="cpu").view(config.num_attention_heads + 2 * groups, -1)
     query, key, value = order.split([config.num_attention_heads, groups, groups])
     query = query.reshape(groups, -1, order.shape[1])
     return torch.cat([query, key[:, None], value[:, None]], dim=1).reshape(rows)

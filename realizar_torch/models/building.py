@@ -253,7 +253,7 @@ class ModelBuilder:
 
 def _half_split_order(heads: int, head_dim: int, rotary_dim: int) -> Tensor:
     """Row order that undoes the interleaving: GGUF row 2i+h of a head was row h·(rotary_dim/2)+i."""
-    order = torch.arange(heads * head_dim).view(heads, head_dim)
+    order = torch.arange(heads * head_dim, device="cpu").view(heads, head_dim)
     order[:, :rotary_dim] = (
         order[:, :rotary_dim].view(heads, -1, 2).transpose(1, 2).reshape(heads, rotary_dim)
     )

@@ -112,9 +112,10 @@ class Transformer(nn.Module):
         told, divisors = scaling.divisors(rotary, theta), rope_divisors
         if told is not None:
             divisors = tuple(a * b for a, b in zip(told, rope_divisors or [1.0] * len(told), strict=True))
-        self.rope = RotaryEmbedding(rotary, theta, divisors=divisors, magnitude=scaling.magnitude)
-        local_theta = config.local_rope_theta
-        self.local_rope = None if local_theta is None else RotaryEmbedding(rotary, local_theta)
+        magnitude, device = scaling.magnitude, norm.weight.device
+        self.rope = RotaryEmbedding(rotary, theta, divisors=divisors, magnitude=magnitude, device=device)
+        local = config.local_rope_theta
+        self.local_rope = None if local is None else RotaryEmbedding(rotary, local, device=device)
 
     @property
     def device(self) -> torch.device:

@@ -88,5 +88,5 @@ class QuantizedEmbedding(PackedModule):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # .to(dtype) and .half() reach float tensors only; an empty one tells what they would do to the output
-        self.dtype = fn(torch.zeros(0, dtype=self.dtype)).dtype
+        self.dtype = fn(torch.zeros(0, dtype=self.dtype, device="cpu")).dtype
         return super()._apply(fn, recurse)

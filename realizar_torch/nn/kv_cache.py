@@ -124,7 +124,8 @@ class KVCache:
         self._keys = torch.zeros(shape, device=self._device, dtype=self._dtype)
         self._values = torch.zeros(shape, device=self._device, dtype=self._dtype)
         packed = self._dtype in LARGEST
-        self._scales = torch.zeros(2, *shape[:-1], device=self._device) if packed else None
+        scales = (2, *shape[:-1])
+        self._scales = torch.zeros(scales, dtype=torch.float32, device=self._device) if packed else None
         self._starts = torch.zeros(batch_size, dtype=torch.int64, device=self._device)
         self._capacity, self.max_seq_len = batch_size, max_seq_len
 
