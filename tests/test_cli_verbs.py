@@ -129,10 +129,12 @@ def test_check_of_a_directory_gives_a_verdict_for_each_model(run, tiny, tmp_path
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "llama"}')
     foreign = write_gguf(tmp_path / "t5.gguf", {"general.architecture": "t5"}, {})
+    # a good one behind bad ones does not make up for them
+    last = write_tiny_llama(tmp_path / "z.gguf")
     code, out, _ = run("check", tmp_path, "--json")
     records = {Path(r["file"]): r["problems"] for r in map(json.loads, out.splitlines())}
-    assert code == 1 and list(records) == [good, whole, cut, tmp_path / "hf", shard, foreign]
-    assert [path for path in records if not records[path]] == [good, whole]
+    assert code == 1 and list(records) == [good, whole, cut, tmp_path / "hf", shard, foreign, last]
+    assert [path for path in records if not records[path]] == [good, whole, last]
     # what is supported instead
     assert "'t5'" in records[foreign][0] and "llama" in records[foreign][0] and "qwen2" in records[foreign][0]
     lines = run("check", tmp_path)[1].splitlines()

@@ -5,6 +5,7 @@ import math
 import statistics
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from cases import random_blocks
 
 import realizar_torch as rt
 from realizar_torch.metrics import RECORDING, DispatchMetrics
+from realizar_torch.ops.recording import observe
 
 
 def filled(values, op="linear", backend="cpu"):
@@ -40,6 +42,12 @@ def test_too_few_values_give_zero_and_never_nan(values):
     assert summary.variance == 0 and summary.count == len(values)
     assert summary.mean == summary.p99 == (values or [0.0])[0]
     assert not any(math.isnan(value) for value in (metrics.gpu_ratio, metrics.throughput, summary.mean))
+
+
+def test_durations_are_microseconds():
+    metrics = DispatchMetrics()
+    observe(metrics, "linear", "cpu", lambda: time.sleep(0.02))
+    assert 20_000 <= metrics.summary().total < 2_000_000
 
 
 def test_ops_are_counted_inside_the_block_only():

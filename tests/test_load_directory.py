@@ -8,10 +8,13 @@ import sys
 import numpy as np
 import pytest
 import torch
+from gguf_files import plain, write_gguf
 from hf_directories import KINDS, VOCAB, WINDOW, change_tensors, edit, write_hf_directory
 from safetensors.torch import save_file
 
 import realizar_torch as rt
+from realizar_torch.formats import Q4_0
+from realizar_torch.models.encoding import EncodedSource
 from realizar_torch.models.sources import open_source
 
 # fp32 on both sides; logits of size 10, sums of up to 160 terms in other orders
@@ -117,6 +120,20 @@ def test_encoded_weights_are_those_of_quantize(directory):
             assert packed.fmt == ("Q8_0" if name == "lm_head" else "Q5_0"), name
             assert torch.equal(packed.weight, rt.quantize(linear.weight, packed.fmt)), name
     assert all(torch.equal(a.weight, b.weight) for a, b in zip(norms(model), norms(dense), strict=True))
+
+
+def test_routers_and_positions_stay_dense(tmp_path):
+    """They are small, and routers decide where a token goes; all other matrices are encoded."""
+    kept = {"position_embd", "blk.0.ffn_gate_inp", "blk.0.ffn_gate_inp_shexp", "blk.0.attn_norm"}
+    encoded = {"token_embd", "blk.0.attn_q", "blk.0.ffn_gate_exps"}
+    shapes = {"blk.0.attn_norm": (64,), "blk.0.ffn_gate_exps": (2, 3, 64)}
+    tensors = {f"{n}.weight": plain(torch.randn(shapes.get(n, (3, 64)))) for n in sorted(kept | encoded)}
+    path = write_gguf(tmp_path / "any.gguf", {"general.architecture": "qwen2moe"}, tensors)
+    source = EncodedSource(open_source(path), "Q4_0")
+    packed = {name.removesuffix(".weight") for name, info in source.tensors.items() if info.fmt.packed}
+    assert packed == encoded
+    assert source.read("blk.0.ffn_gate_inp.weight").dtype == torch.float32
+    assert source.read("blk.0.ffn_gate_exps.weight").shape == (2, 3, Q4_0.row_bytes(64))
 
 
 def norms(model):
