@@ -11,7 +11,7 @@ import numpy as np
 EMBED = 0
 # residual += scale * norm(source)
 ADD = 1
-# activations = norm(residual)
+# activations = norm(residual), and in a prompt pass target as well, where there is one
 NORM = 2
 # activations = source, of each of ``used`` experts where there are any
 LOAD = 3
@@ -31,6 +31,9 @@ ROUTE = 9
 GATED_EXPERTS = 10
 # target = Σ share · (the expert's weight · its activations), plus what was there times the last share
 MIX_EXPERTS = 11
+# prompt pass: target = weight · source in fp32; columns in the order of their experts, for all that follows
+SCORE = 12
+GROUP = 13
 
 # Activations of GATED; the last is for soft caps, cap * tanh(x / cap).
 SILU, GELU_TANH, GELU, TANH = 0, 1, 2, 3
@@ -171,6 +174,15 @@ PROMPT_CONTEXT = np.dtype(
         ("panel_bytes", np.int64),
         ("scales", np.int64),
         ("sums", np.int64),
+        # mixtures: experts int64 [columns][used], shares fp32 [columns][used + 1], one for the shared expert;
+        # two panels of a column for each choice, those of an expert behind each other
+        ("chosen", np.int64),
+        ("shares", np.int64),
+        ("expert_panels", np.int64),
+        ("expert_panel_bytes", np.int64),
+        ("expert_scales", np.int64),
+        ("expert_sums", np.int64),
+        ("expert_columns", np.int64),
         # a thread's own memory
         ("arena", np.int64),
         ("arena_stride", np.int64),
@@ -180,6 +192,12 @@ PROMPT_CONTEXT = np.dtype(
         ("scores", np.int64),
         ("transposed", np.int64),
         ("last_rows", np.int64),
+        # mixtures: softmax of scores; where each expert's columns end, int64 [experts], and each choice's
+        # column, int64 [columns][used]; rows of each choice's product
+        ("probabilities", np.int64),
+        ("ends", np.int64),
+        ("places", np.int64),
+        ("products", np.int64),
     ],
     align=True,
 )

@@ -8,9 +8,6 @@ same order: results do not depend on the number of threads, nor on how a prompt 
 import numpy as np
 
 from realizar_torch.cpu_kernels import program
-from realizar_torch.cpu_kernels.activation_panel import quantize_into_panel
-from realizar_torch.cpu_kernels.bf16_matmul import bf16_into_panel
-from realizar_torch.cpu_kernels.int8_tile import TILE_ROWS
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.memory import fetch_add_i64, load_i64, store_i64
 from realizar_torch.cpu_kernels.native import call_native
@@ -22,15 +19,16 @@ from realizar_torch.cpu_kernels.prompt_attention import (
     rotary_rows,
     rotate_column,
 )
-from realizar_torch.cpu_kernels.step_vectors import (
-    activate_row,
-    add_rows,
-    add_scaled,
-    copy_row,
-    fill_row,
-    multiply_row,
-    scale_row,
+from realizar_torch.cpu_kernels.prompt_experts import gated_experts, group, mix_experts, score
+from realizar_torch.cpu_kernels.prompt_linears import (
+    expert_panel,
+    gated,
+    linear,
+    plain_panel,
+    store_activations,
 )
+from realizar_torch.cpu_kernels.step_experts import choose
+from realizar_torch.cpu_kernels.step_vectors import add_rows, add_scaled, copy_row, fill_row, scale_row
 
 _BLOCK = 32
 # Columns that a thread takes at a time.
@@ -51,11 +49,19 @@ def run_prompt(thread, n_threads, instructions, context):
         i = instructions[index]
         counter = c.counters + program.COUNTER_BYTES * index
         if i.opcode == program.LINEAR:
-            _linear(c, i, arena, counter)
+            linear(c, i, arena, counter)
         elif i.opcode == program.GATED:
-            _gated(c, i, arena, counter)
+            gated(c, i, arena, counter)
         elif i.opcode == program.ATTEND:
             _attend(c, i, arena, counter)
+        elif i.opcode == program.SCORE:
+            score(c, i, counter)
+        elif i.opcode == program.GROUP:
+            group(c, i, arena)
+        elif i.opcode == program.GATED_EXPERTS:
+            gated_experts(c, i, arena, counter)
+        elif i.opcode == program.MIX_EXPERTS:
+            mix_experts(c, i, arena, counter)
         else:
             _each_column(c, i, arena, counter, i.opcode)
         if i.barrier:
@@ -81,6 +87,9 @@ def _each_column(c, i, arena, counter, opcode):
                 norm_vector(i.centre, source, i.width, i.gamma, i.bias, i.epsilon, source)
             elif opcode == program.ROTATE:
                 rotate_column(c, i, column)
+            elif opcode == program.ROUTE:
+                chosen, shares = c.chosen + 8 * i.used * column, c.shares + 4 * (i.used + 1) * column
+                choose(i, source, arena + c.probabilities, chosen, shares)
             elif opcode == program.EMBED:
                 _embed(c, i, arena, column)
             else:
@@ -114,74 +123,22 @@ def _norm(c, i, arena, column):
         norm_vector(i.centre, residual, i.width, i.gamma, i.bias, i.epsilon, row)
     else:
         copy_row(residual, i.width, row)
-    _store_row(c, i, arena, column)
+    if i.target:
+        copy_row(row, i.width, i.target + column * i.target_stride)
+    if i.padded:
+        _store_row(c, i, arena, column)
 
 
 @jit(device=True)
 def _store_row(c, i, arena, column):
-    """Put the ``width`` values of the thread's row into panel 0, zeros behind them."""
+    """Put the ``width`` values of the thread's row into panel 0, zeros behind them, or for chosen experts."""
     fill_row(arena + c.row + 4 * i.width, i.padded - i.width, np.float32(0))
-    _store_activations(c, i, 0, arena + c.row, 0, i.padded // _BLOCK, column)
-
-
-@jit(device=True)
-def _store_activations(c, i, number, x, first, last, column):
-    """Put fp32 blocks ``first`` to ``last`` of a column, the first at ``x``, into panel ``number``."""
-    panel = c.panels + number * c.panel_bytes
-    if c.bf16:
-        bf16_into_panel(x, first, last, column, c.columns, panel)
+    if i.used:
+        for place in range(i.used):
+            choice = load_i64(arena + c.places, 8 * (column * i.used + place))
+            store_activations(c, i, expert_panel(c, 0), arena + c.row, 0, i.padded // _BLOCK, choice)
     else:
-        scale, sums = panel + c.scales, panel + c.sums
-        quantize_into_panel(x, first, last, i.padded, column, c.columns, i.kinds, panel, scale, sums)
-
-
-@jit(device=True)
-def _tile(c, kernel, weight, row_bytes, bias, width, number, first, height, tile):
-    """fp32 tile [columns][TILE_ROWS] = rows ``first`` and on of a weight · panel ``number`` + bias."""
-    panel, source = c.panels + number * c.panel_bytes, weight + first * row_bytes
-    shape = (row_bytes, height, width, c.used, c.columns)
-    call_native(kernel, (source, *shape, panel, panel + c.scales, panel + c.sums, tile))
-    if bias:
-        for column in range(c.used):
-            add_rows(tile + 4 * TILE_ROWS * column, bias + 4 * first, height)
-
-
-@jit(device=True)
-def _linear(c, i, arena, counter):
-    tile = arena + c.tile
-    while True:
-        first = fetch_add_i64(counter, TILE_ROWS)
-        if first >= i.rows:
-            return
-        height = min(TILE_ROWS, i.rows - first)
-        _tile(c, i.kernel, i.weight, i.row_bytes, i.bias, i.width, i.panel, first, height, tile)
-        for column in range(c.used):
-            target = i.target + column * i.target_stride + 4 * first
-            copy_row(tile + 4 * TILE_ROWS * column, height, target)
-
-
-@jit(device=True)
-def _gated(c, i, arena, counter):
-    """A tile of rows is one block of the next matmul's activations: it goes straight into panel 1."""
-    tile, up = arena + c.tile, arena + c.second_tile
-    while True:
-        first = fetch_add_i64(counter, TILE_ROWS)
-        if first >= i.padded:
-            return
-        height = max(0, min(TILE_ROWS, i.rows - first))
-        if height:
-            _tile(c, i.kernel, i.weight, i.row_bytes, i.bias, i.width, 0, first, height, tile)
-            if i.second_weight:
-                second = (i.second_weight, i.second_row_bytes, i.second_bias)
-                _tile(c, i.second_kernel, *second, i.width, 0, first, height, up)
-        block = first // _BLOCK
-        for column in range(c.used):
-            here = tile + 4 * TILE_ROWS * column
-            activate_row(i.activation, here, height)
-            if i.second_weight:
-                multiply_row(here, up + 4 * TILE_ROWS * column, height)
-            fill_row(here + 4 * height, TILE_ROWS - height, np.float32(0))
-            _store_activations(c, i, 1, here, block, block + 1, column)
+        store_activations(c, i, plain_panel(c, 0), arena + c.row, 0, i.padded // _BLOCK, column)
 
 
 @jit(device=True)

@@ -20,30 +20,34 @@ _CHOSEN = np.float32(-1)
 
 @jit(device=True)
 def route(c, i, arena, batch):
-    """Each sequence's experts and the shares of their outputs, from its scores [experts] at source.
+    """Each sequence's experts and shares, from its scores at source."""
+    for b in range(batch):
+        chosen, shares = arena + c.chosen + 8 * i.used * b, arena + c.shares + 4 * (i.used + 1) * b
+        choose(i, i.source + b * i.source_stride, arena + c.probabilities, chosen, shares)
+
+
+@jit(device=True)
+def choose(i, scores, probabilities, chosen, shares):
+    """``chosen`` [used] of the experts, and the ``shares`` of their outputs, by fp32 scores [experts].
 
     The largest scores are chosen, the first of equals; with NaN among them, any experts, with shares of NaN.
     Shares are probabilities, the softmax of all scores; with ``normalized`` divided by their sum. The share
     of a shared expert is the sigmoid of the score behind the others.
     """
-    probabilities = arena + c.probabilities
-    for b in range(batch):
-        scores = i.source + b * i.source_stride
-        chosen, shares = arena + c.chosen + 8 * i.used * b, arena + c.shares + 4 * (i.used + 1) * b
-        copy_row(scores, i.experts, probabilities)
-        total, picked = exponentials(probabilities, i.experts), np.float32(0)
-        for place in range(i.used):
-            expert = _best(scores, probabilities, i.experts)
-            share = load_f32(probabilities, 4 * expert) / total
-            store_f32(probabilities, _CHOSEN, 4 * expert)
-            store_i64(chosen, expert, 8 * place)
-            store_f32(shares, share, 4 * place)
-            picked += share
-        if i.normalized:
-            scale_row(shares, i.used, np.float32(1) / picked)
-        if i.shared:
-            score = load_f32(scores, 4 * i.experts)
-            store_f32(shares, np.float32(1) / (np.float32(1) + np.float32(math.exp(-score))), 4 * i.used)
+    copy_row(scores, i.experts, probabilities)
+    total, picked = exponentials(probabilities, i.experts), np.float32(0)
+    for place in range(i.used):
+        expert = _best(scores, probabilities, i.experts)
+        share = load_f32(probabilities, 4 * expert) / total
+        store_f32(probabilities, _CHOSEN, 4 * expert)
+        store_i64(chosen, expert, 8 * place)
+        store_f32(shares, share, 4 * place)
+        picked += share
+    if i.normalized:
+        scale_row(shares, i.used, np.float32(1) / picked)
+    if i.shared:
+        score = load_f32(scores, 4 * i.experts)
+        store_f32(shares, np.float32(1) / (np.float32(1) + np.float32(math.exp(-score))), 4 * i.used)
 
 
 @jit(device=True)

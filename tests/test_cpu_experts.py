@@ -1,4 +1,4 @@
-"""Mixtures of experts in the fused CPU step: routes, formats, batches, threads, and when modules run."""
+"""Mixtures of experts in the fused CPU step and prompt pass: routes, formats, batches, threads, obstacles."""
 
 import numpy as np
 import pytest
@@ -9,12 +9,14 @@ from torch import nn
 
 import realizar_torch as rt
 from realizar_torch.formats import get_format
+from realizar_torch.generation import cpu_prompt
 from realizar_torch.generation.cpu_step import why_not
-from realizar_torch.generation.step import decode_step, new_state
+from realizar_torch.generation.step import decode_step, new_state, prefill
 from realizar_torch.nn.experts import QuantizedExperts, choose_experts
 
 pytest.importorskip("numba")
 
+from realizar_torch.cpu_kernels import matrix_tiles
 from realizar_torch.cpu_kernels.jit import jit
 from realizar_torch.cpu_kernels.program import CONTEXT, INSTRUCTION
 from realizar_torch.cpu_kernels.step_experts import route
@@ -162,6 +164,59 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(activations):
         torch.set_num_threads(threads)
     for row in range(3):
         assert torch.equal(decode(model, ids, slice(row, row + 1))[0], together[row])
+
+
+@pytest.fixture(params=[True, False], ids=["bf16", "int8"])
+def numerics(request, monkeypatch):
+    """Both products of a prompt: the host's best one, and what hosts without matrix tiles use."""
+    if request.param and not matrix_tiles.available():
+        pytest.skip("this CPU has no matrix tiles")
+    monkeypatch.setattr(matrix_tiles, "available", lambda: request.param)
+
+
+def fill(model, ids, *cuts):
+    """A state behind a prompt that was given in parts, and the last logits."""
+    state = new_state(model, len(ids), ids.shape[1])
+    with torch.inference_mode():
+        for first, last in zip((0, *cuts), (*cuts, ids.shape[1]), strict=True):
+            logits = prefill(model, ids[:, first:last], None, state).clone()
+    assert state.prompt is not None
+    return state.cache, logits
+
+
+@pytest.mark.usefixtures("numerics")
+@pytest.mark.parametrize(("name", "fmt"), [("qwen2moe", "Q8_0"), ("mixtral", "Q4_1"), ("qwen3moe", "Q5_0")])
+def test_prompts_are_as_near_to_the_exact_logits_as_the_modules(name, fmt, monkeypatch):
+    """And neither threads nor passes nor neighbours matter: the second layer's values tell."""
+    exact_model, model, ids = packed(name, fmt), packed(name, fmt, "int8"), texts(name)
+    with torch.inference_mode():
+        exact, rounded = (m(ids, logits_to_keep=1).logits[:, 0] for m in (exact_model, model))
+    cache, whole = fill(model, ids)
+    assert rms(whole - exact) <= 1.3 * rms(rounded - exact)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(fill(model, ids)[1], whole)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(fill(model, ids, 7, 20)[1], whole)
+    for row in range(3):
+        assert torch.equal(fill(model, ids[row : row + 1])[0].values[:, 0], cache.values[:, row])
+    # the passes cut sequences anywhere
+    monkeypatch.setattr(cpu_prompt, "_COLUMNS_OF_MIXTURES", 32)
+    assert torch.equal(fill(model, ids)[1], whole)
+
+
+def test_routers_that_are_no_scores_leave_prompts_to_the_modules():
+    model, ids = packed("mixtral", "Q8_0", "int8"), texts("mixtral")
+    linear = nn.Linear(36, 5, bias=False)
+    linear.weight = model.layers[0].mlp.router.weight
+    model.layers[0].mlp.router = linear
+    state = new_state(model, 3, ids.shape[1])
+    with torch.inference_mode():
+        prefill(model, ids, None, state)
+    assert state.fused is not None and state.prompt is None
 
 
 @pytest.mark.parametrize("used", [1, 5])

@@ -1,9 +1,10 @@
 """LayerProgram: a Transformer's layers as instructions for the fused CPU kernels, over given memory."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from realizar_torch.models.transformer import Block, Transformer
@@ -46,6 +47,9 @@ class LayerProgram:
 
         self._ops, self._model, self._cache, self._kept = program, model, cache, kept
         self._hidden, self._qkv, self._wide = (self.buffer(buffer) for buffer in buffers)
+        self._count = len(buffers[0])
+        # buffers that mixtures use one after the other: by name and shape
+        self._rooms: dict[tuple[str, int, int], tuple[int, int]] = {}
         self.rows: list[dict[str, Any]] = []
         table = self._table(model.embed_tokens)
         if model.embed_positions is not None:
@@ -69,6 +73,10 @@ class LayerProgram:
         """Operands of an instruction whose activations these linears read."""
         raise NotImplementedError
 
+    def inputs(self, mlp: Any) -> dict[str, Any]:
+        """Operands of the norm in front of an MLP or a mixture."""
+        return self.readers(_readers_of(mlp))
+
     def finish_mlp(self, mlp: GatedMLP | MLP) -> None:
         """Emits what follows the activation."""
         raise NotImplementedError
@@ -80,10 +88,10 @@ class LayerProgram:
     def emit(self, opcode: str, **operands: Any) -> None:
         self.rows.append({"opcode": getattr(self._ops, opcode), **operands})
 
-    def norm(self, norm: RMSNorm | None, readers: Sequence[Linear | Matrices]) -> None:
+    def norm(self, norm: RMSNorm | None, **operands: Any) -> None:
         """The norm of the residual stream, or the stream itself, as activations."""
         width = self._model.config.hidden_size
-        self.emit("NORM", width=width, **self._normed(norm), **self.readers(readers))
+        self.emit("NORM", width=width, **self._normed(norm), **operands)
 
     def load(self, source: tuple[int, int], width: int, reader: Linear | Matrices, **operands: Any) -> None:
         place = {"source": source[0], "source_stride": source[1]}
@@ -94,6 +102,14 @@ class LayerProgram:
     ) -> None:
         place = {"target": target[0] + 4 * column, "target_stride": target[1]}
         self.emit("LINEAR", **{"barrier": 1, **place, **self.weight(linear), **operands})
+
+    def room(self, name: str, rows: int, width: int) -> tuple[int, int]:
+        """A buffer for ``rows`` rows of each sequence or column."""
+        key = name, rows, width
+        if key not in self._rooms:
+            memory = torch.empty(self._count * rows, width, dtype=torch.float32, device="cpu")
+            self._rooms[key] = self.buffer(memory)
+        return self._rooms[key]
 
     def buffer(self, buffer: Tensor) -> tuple[int, int]:
         """Address and distance between rows, in bytes."""
@@ -133,7 +149,7 @@ class LayerProgram:
     def _block(self, index: int, layer: Block) -> None:
         attention = layer.self_attn
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self.norm(layer.attn_norm, projections)
+        self.norm(layer.attn_norm, **self.readers(projections))
         columns = 0
         for projection in projections:
             self.linear(projection, self._qkv, columns, barrier=int(projection is attention.v_proj))
@@ -150,7 +166,7 @@ class LayerProgram:
         mlp, norm = layer.mlp, layer.mlp_norm
         if layer.parallel:
             norm = layer.attn_norm if norm is None else norm
-        self.norm(norm, _readers_of(mlp))
+        self.norm(norm, **self.inputs(mlp))
         if layer.parallel:
             # not before the MLP has its input, and before it writes to the same place
             self._add(layer.post_attn_norm, layer)
@@ -221,6 +237,11 @@ class LayerProgram:
         packed = isinstance(embedding, QuantizedEmbedding)
         kernel = row_kernels.decode_row(embedding.fmt) if packed else dense_rows.dense_row()
         return {"kernel": kernel, **self.matrix(embedding.weight)}
+
+
+def takes_int8(linear: nn.Module) -> TypeGuard[QuantizedLinear | QuantizedExperts]:
+    """Whether it is packed and rounds its activations."""
+    return isinstance(linear, QuantizedLinear | QuantizedExperts) and linear.activations == "int8"
 
 
 def _readers_of(mlp: Any) -> list[Linear | Matrices]:

@@ -8,26 +8,29 @@ import torch
 from torch import Tensor
 
 from realizar_torch.generation.cpu_arena import Arena
-from realizar_torch.generation.cpu_program import LayerProgram, Linear, Matrices
+from realizar_torch.generation.cpu_program import takes_int8
+from realizar_torch.generation.cpu_prompt_program import PromptProgram
 from realizar_torch.generation.cpu_step import check_tokens, shared_fields
 from realizar_torch.generation.fusable import padding_obstacle
 from realizar_torch.generation.workspace import padded_width
 from realizar_torch.models.transformer import Transformer
+from realizar_torch.nn.experts import MixtureOfExperts, Scores
 from realizar_torch.nn.kv_cache import KVCache
-from realizar_torch.nn.linear import QuantizedLinear
-from realizar_torch.nn.mlp import MLP, GatedMLP
 
 # Columns of one pass: weights are decoded once for all of them, and they stay in the second-level cache.
 _COLUMNS = 256
+# The same of mixtures, whose experts get a few of the columns each.
+_COLUMNS_OF_MIXTURES = 1024
 
 
 def takes(model: Transformer) -> bool:
     """Whether the pass computes what the modules of a fusable model would: packed int8 layers only.
 
-    Linears that read the same activations must be padded alike.
+    Linears that read the same activations must be padded alike, and routers be in float32.
     """
     linears = [module for name, module in model.layers.named_modules() if name.endswith("_proj")]
-    packed = all(isinstance(linear, QuantizedLinear) and linear.activations == "int8" for linear in linears)
+    routers = [module.router for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    packed = all(takes_int8(linear) for linear in linears) and {Scores} >= set(map(type, routers))
     return packed and padding_obstacle(model) is None
 
 
@@ -38,6 +41,8 @@ class CpuPrompt:
         self._model, self._cache = model, cache
         self._kept: list[Tensor] = []
         self._capacity = 0
+        mixed = any(isinstance(module, MixtureOfExperts) for module in model.modules())
+        self._most = _COLUMNS_OF_MIXTURES if mixed else _COLUMNS
         self._arena: Arena | None = None
 
     def run(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -59,9 +64,9 @@ class CpuPrompt:
         check_tokens(tokens, config.vocab_size)
         last = torch.empty(self._cache.batch_size, config.hidden_size, dtype=torch.float32, device="cpu")
         end = slots.max()
-        self._prepare(min(len(tokens), _COLUMNS))
-        for first in range(0, len(tokens), _COLUMNS):
-            part = slice(first, first + _COLUMNS)
+        self._prepare(min(len(tokens), self._most))
+        for first in range(0, len(tokens), self._most):
+            part = slice(first, first + self._most)
             residual = self._pass(tokens[part], sequences[part], slots[part])
             ends = slots[part] == end
             last[sequences[part][ends]] = residual[ends]
@@ -75,7 +80,7 @@ class CpuPrompt:
         return input_ids[sequences, columns].to(torch.int64), sequences, slots[columns]
 
     def _pass(self, tokens: Tensor, sequences: Tensor, slots: Tensor) -> Tensor:
-        """Runs up to _COLUMNS columns; their residual stream behind the last layer, fp32 [n, hidden]."""
+        """Runs the columns of one pass; their residual stream behind the last layer, fp32 [n, hidden]."""
         from realizar_torch.cpu_kernels import pool, prompt, prompt_attention
 
         count, threads = len(tokens), torch.get_num_threads()
@@ -107,10 +112,13 @@ class CpuPrompt:
         )
         # by the machine and not by the number of columns: a row's result must not depend on its neighbours
         bf16 = matrix_tiles.available()
-        steps = _PromptProgram(model, cache, (hidden, qkv, wide), self._kept, bf16)
+        steps = PromptProgram(model, cache, (hidden, qkv, wide), self._kept, bf16)
         self._instructions = steps.instructions()
-        widest = padded_width(max(hidden_size, q_dim, config.intermediate_size))
-        scales, sums, panel_bytes = panel_places(widest, columns, bf16)
+        sizes = {name: int(self._instructions[name].max()) for name in ("padded", "experts", "used")}
+        scales, sums, panel_bytes = panel_places(sizes["padded"], columns, bf16)
+        # a column for each choice, and room for what is written behind the last one
+        choices = columns * sizes["used"] + COLUMNS if sizes["used"] else 0
+        expert_scales, expert_sums, expert_bytes = panel_places(sizes["padded"], choices, bf16)
         self._context = np.zeros(1, program.PROMPT_CONTEXT)
         fields = {
             **shared_fields(model, cache, self._kept),
@@ -120,6 +128,10 @@ class CpuPrompt:
             "scales": scales,
             "sums": sums,
             "panel_bytes": panel_bytes,
+            "expert_scales": expert_scales,
+            "expert_sums": expert_sums,
+            "expert_panel_bytes": expert_bytes,
+            "expert_columns": choices,
         }
         for name, value in fields.items():
             self._context[name] = value
@@ -128,6 +140,7 @@ class CpuPrompt:
         from realizar_torch.cpu_kernels import int8_tile, pool, program, prompt_attention
 
         context, config, columns = self._context, self._model.config, self._capacity
+        experts, used = (int(self._instructions[name].max()) for name in ("experts", "used"))
         angles = 2 * int(context["rotary"][0]) * int(context["ropes"][0])
         head_bytes = 4 * config.head_dim
         scores = 4 * prompt_attention.QUERIES * config.num_heads // config.num_kv_heads
@@ -137,6 +150,9 @@ class CpuPrompt:
             "panels": 2 * int(context["panel_bytes"][0]),
             "cos": columns * angles,
             "sin": columns * angles,
+            "chosen": 8 * columns * used,
+            "shares": 4 * columns * (used + 1),
+            "expert_panels": 2 * int(context["expert_panel_bytes"][0]),
         }
         own = {
             "row": 4 * padded_width(max(config.hidden_size, config.q_dim)),
@@ -145,49 +161,16 @@ class CpuPrompt:
             "scores": scores * (self._cache.max_seq_len + prompt_attention.KEYS),
             "transposed": head_bytes * prompt_attention.KEYS,
             "last_rows": head_bytes * prompt_attention.KEYS,
+            "probabilities": 4 * experts,
+            "ends": 8 * experts,
+            "places": 8 * columns * used,
+            "products": 4 * int(context["expert_columns"][0]) * int8_tile.TILE_ROWS,
         }
         arena = Arena(shared, own, threads, zeroed=("barrier",))
         for name, value in {**arena.addresses, **arena.offsets}.items():
             context[name] = value
         context["arena"], context["arena_stride"] = arena.base, arena.stride
         return arena
-
-
-class _PromptProgram(LayerProgram):
-    """The layers, with kernels for many vectors at a time; the residual stream ends complete."""
-
-    def __init__(
-        self,
-        model: Transformer,
-        cache: KVCache,
-        buffers: tuple[Tensor, Tensor, Tensor],
-        kept: list[Tensor],
-        bf16: bool,
-    ):
-        self._bf16 = bf16
-        super().__init__(model, cache, buffers, kept)
-        self.layers()
-
-    def weight(self, linear: Linear | Matrices) -> dict[str, Any]:
-        from realizar_torch.cpu_kernels import row_kernels
-
-        assert isinstance(linear, QuantizedLinear)
-        kernel = row_kernels.bf16_matmul if self._bf16 else row_kernels.int8_matmul
-        named = {"kernel": kernel(linear.fmt), "width": linear.padded_features, "bias": self.bias(linear)}
-        return {**named, **self.matrix(linear.weight)}
-
-    def readers(self, linears: Sequence[Linear | Matrices]) -> dict[str, Any]:
-        from realizar_torch.cpu_kernels.int8_matmul import kind_of_sums
-
-        kinds = padded = 0
-        for linear in linears:
-            assert isinstance(linear, QuantizedLinear)
-            kinds |= 1 << kind_of_sums(linear.fmt)
-            padded = linear.padded_features
-        return {"barrier": 1, "kinds": kinds, "padded": padded}
-
-    def finish_mlp(self, mlp: GatedMLP | MLP) -> None:
-        self.linear(mlp.down_proj, self._hidden, panel=1)
 
 
 def _blocks(sequences: Sequence[int], size: int) -> Any:

@@ -1,12 +1,11 @@
 """StepProgram: a Transformer as instructions for one token at a time, mixtures of experts included."""
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from realizar_torch.generation.cpu_program import LayerProgram, Linear, Matrices
+from realizar_torch.generation.cpu_program import LayerProgram, Linear, Matrices, takes_int8
 from realizar_torch.generation.workspace import Workspace
 from realizar_torch.models.transformer import Transformer
 from realizar_torch.nn.experts import MixtureOfExperts, QuantizedExperts
@@ -19,12 +18,9 @@ class StepProgram(LayerProgram):
     """The layers, the final norm and the head, with kernels for one vector at a time."""
 
     def __init__(self, model: Transformer, cache: KVCache, workspace: Workspace, kept: list[Tensor]):
-        self._batch = cache.batch_size
-        # buffers that mixtures use one after the other: by name and shape
-        self._rooms: dict[tuple[str, int, int], tuple[int, int]] = {}
         super().__init__(model, cache, (workspace.hidden, workspace.qkv, workspace.wide), kept)
         self.layers()
-        self.norm(model.norm, [model.lm_head])
+        self.norm(model.norm, **self.readers([model.lm_head]))
         scale, softcap = model.config.logit_scale, model.config.final_softcap
         logits: dict[str, Any] = {"scale": 0.0 if scale == 1.0 else scale, "softcap": softcap}
         self.linear(model.lm_head, self.buffer(workspace.logits), barrier=0, **logits)
@@ -34,16 +30,16 @@ class StepProgram(LayerProgram):
 
         weight = linear.weight
         if isinstance(linear, QuantizedLinear | QuantizedExperts):
-            rows = row_kernels.int8_rows if _takes_int8(linear) else row_kernels.float_rows
+            rows = row_kernels.int8_rows if takes_int8(linear) else row_kernels.float_rows
             kernel, width = rows(linear.fmt), linear.in_features
         else:
             kernel, weight, width = dense_rows.dense_rows(), weight.float(), weight.shape[-1]
-        named = {"kernel": kernel, "int8": int(_takes_int8(linear)), "width": width}
+        named = {"kernel": kernel, "int8": int(takes_int8(linear)), "width": width}
         return {**named, "bias": self.bias(linear), **self.matrix(weight)}
 
     def readers(self, linears: Sequence[Linear | Matrices]) -> dict[str, Any]:
         # every thread has activations of its own, in the forms that their readers take
-        quantized = [linear.padded_features for linear in linears if _takes_int8(linear)]
+        quantized = [linear.padded_features for linear in linears if takes_int8(linear)]
         return {"padded": max(quantized, default=0), "int8": int(bool(quantized))}
 
     def finish_mlp(self, mlp: GatedMLP | MLP) -> None:
@@ -55,38 +51,24 @@ class StepProgram(LayerProgram):
 
         The shared expert's output goes where the sum will stand.
         """
-        count, used = len(mixture.router.weight), mixture.used
-        shared, gate = mixture.shared_expert, mixture.shared_gate
-        both = int(shared is not None and gate is not None)
-        scores = self._room("scores", 1, count + 1)
+        experts, count, used = mixture.experts, len(mixture.router.weight), mixture.used
+        shared, both = mixture.shared, int(mixture.shared is not None)
+        scores = self.room("scores", 1, count + 1)
         self.linear(mixture.router, scores, barrier=1 - both)
-        if shared is not None and gate is not None:
+        if shared is not None:
+            shared_expert, gate = shared
             self.linear(gate, scores, count, barrier=0)
-            shared_width = self.weight(shared.down_proj)["width"]
-            shared_inner = self._room("shared", 1, shared_width)
-            self.gated(shared, shared_inner)
+            shared_width = self.weight(shared_expert.down_proj)["width"]
+            shared_inner = self.room("shared", 1, shared_width)
+            self.gated(shared_expert, shared_inner)
         routes = {"experts": count, "used": used, "shared": both, "normalized": int(mixture.normalized)}
         self.emit("ROUTE", source=scores[0], source_stride=scores[1], **routes)
-        down_proj = mixture.experts.down_proj
-        down = self.weight(down_proj)
-        inner = self._room("inner", used, down["width"])
-        self.gated(mixture.experts, inner, opcode="GATED_EXPERTS", used=used, barrier=1 - both)
-        if shared is not None and gate is not None:
-            self.load(shared_inner, shared_width, shared.down_proj)
-            self.linear(shared.down_proj, self._hidden)
-        self.load(inner, down["width"], down_proj, used=used)
+        down = self.weight(experts.down_proj)
+        inner = self.room("inner", used, down["width"])
+        self.gated(experts, inner, opcode="GATED_EXPERTS", used=used, barrier=1 - both)
+        if shared is not None:
+            self.load(shared_inner, shared_width, shared_expert.down_proj)
+            self.linear(shared_expert.down_proj, self._hidden)
+        self.load(inner, down["width"], experts.down_proj, used=used)
         target = {"target": self._hidden[0], "target_stride": self._hidden[1]}
         self.emit("MIX_EXPERTS", barrier=1, used=used, shared=both, **target, **down)
-
-    def _room(self, name: str, rows: int, width: int) -> tuple[int, int]:
-        """A buffer for ``rows`` rows of each sequence."""
-        key = name, rows, width
-        if key not in self._rooms:
-            self._rooms[key] = self.buffer(
-                torch.empty(self._batch * rows, width, dtype=torch.float32, device="cpu")
-            )
-        return self._rooms[key]
-
-
-def _takes_int8(linear: Linear | Matrices) -> TypeGuard[QuantizedLinear | QuantizedExperts]:
-    return isinstance(linear, QuantizedLinear | QuantizedExperts) and linear.activations == "int8"

@@ -72,14 +72,15 @@ def padding_obstacle(model: Transformer) -> str | None:
     """What keeps linears that read the same activations from being padded alike, or None."""
     for name, layer in model.layers.named_children():
         attention, mlp = layer.self_attn, layer.mlp
-        for readers in ((attention.q_proj, attention.k_proj, attention.v_proj), _expanding(mlp)):
+        mlps = mlp.children() if isinstance(mlp, MixtureOfExperts) else [mlp]
+        for readers in ((attention.q_proj, attention.k_proj, attention.v_proj), *map(_expanding, mlps)):
             if len({linear.padded_features for linear in readers}) > 1:
                 return f"rows of layer {name} that read the same values are padded to several lengths"
     return None
 
 
 def _expanding(mlp: nn.Module) -> tuple[QuantizedLinear, ...]:
-    if isinstance(mlp, GatedMLP):
+    if isinstance(mlp, GatedMLP | GatedExperts):
         return mlp.gate_proj, mlp.up_proj
     return (mlp.up_proj,) if isinstance(mlp, MLP) else ()
 

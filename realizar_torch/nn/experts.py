@@ -159,12 +159,20 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert, self.shared_gate = shared_expert, shared_gate
         self.used, self.normalized = used, normalized
 
+    @property
+    def shared(self) -> tuple[GatedMLP, Scores] | None:
+        """The shared expert and its gate, where every row goes through one."""
+        if self.shared_expert is None or self.shared_gate is None:
+            return None
+        return self.shared_expert, self.shared_gate
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> [..., hidden]."""
         weights, experts = choose_experts(self.router(x), self.used, self.normalized)
         y = (self.experts(x, experts) * weights[..., None]).sum(-2)
-        if self.shared_expert is not None and self.shared_gate is not None:
-            y = y + self.shared_gate(x).sigmoid() * self.shared_expert(x)
+        if self.shared is not None:
+            shared_expert, gate = self.shared
+            y = y + gate(x).sigmoid() * shared_expert(x)
         return y.to(x.dtype)
 
     def extra_repr(self) -> str:
