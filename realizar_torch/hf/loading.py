@@ -44,7 +44,7 @@ def from_gguf(
 
     device_map, attn_implementation, max_memory, offload_folder: as ``from_pretrained`` takes them.
         device_map None is the CPU, where weights stay views of the file's mapping. attn_implementation None
-        is "sdpa" where the model has it, "eager" where not (gemma2).
+        is "sdpa" where the model has it, "eager" where not or where scores are capped (gemma2).
     dtype: of everything that is not packed, and of activations. "auto": bfloat16 where ``device_map`` may
         mean a GPU and there is one, float32 otherwise.
     activations: "float", exact, or "int8", which quantizes the input of every packed product in blocks.
@@ -107,6 +107,8 @@ def load_model(
         settings = read_config(file, row, special_ids, config or {})
     else:
         raise FormatError(f"config is {config!r:.80}, expected a dict of fields or a config of transformers")
+    if cap := getattr(settings, "attn_logit_softcapping", None):
+        attn_implementation = _capping(attn_implementation, cap, source)
     attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with refusals(source, config=config, **attention), torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(settings, **attention)
@@ -124,6 +126,17 @@ def load_model(
         max_memory=max_memory,
         offload_folder=offload_folder,
     )
+
+
+def _capping(attention: str | None, cap: float, source: str) -> str:
+    """An attention that caps scores: "eager" where none is asked for. Older transformers chose "sdpa" for
+    such models, and left the cap out without a word."""
+    if attention == "sdpa":
+        raise FormatError(
+            f"{source}: attn_implementation='sdpa' does not cap attention scores, which this model needs "
+            f"(attn_logit_softcapping = {cap:g}); leave it out, or use 'eager'"
+        )
+    return attention or "eager"
 
 
 def _special_ids(source: Vocabulary | PreTrainedTokenizerBase) -> dict[str, Any]:
