@@ -105,7 +105,8 @@ def test_config_replaces_what_the_file_says(tmp_path: Path) -> None:
 def test_another_tokenizer_takes_the_place_of_the_files_own(tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path / "tiny.gguf", metadata={"tokenizer.ggml.model": "t5"})
     _, tokenizer = rt.hf.from_gguf(write_tiny_llama(tmp_path / "known.gguf"))
-    tokenizer.eos_token = "the"
+    tokenizer.eos_token, tokenizer.pad_token = "the", None
     model, found = rt.hf.from_gguf(path, tokenizer=tokenizer)
     assert found is tokenizer
     assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id != 2
+    assert model.generation_config.pad_token_id == tokenizer.eos_token_id

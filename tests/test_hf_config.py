@@ -1,10 +1,16 @@
-"""What config.json leaves out means what the config class of transformers makes of it."""
+"""From config.json to our config and from ours to transformers': what is left out means the same."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING, FalconConfig, Qwen2Config, Qwen3Config
 
+from realizar_torch.checkpoint.gguf import open_gguf
+from realizar_torch.hf.architectures import get_architecture
+from realizar_torch.hf.config import read_config
+from realizar_torch.models.config import ModelConfig
 from realizar_torch.models.hf_config import HF_MODELS, gguf_metadata
 
 SIZES: dict[str, Any] = {
@@ -61,3 +67,19 @@ def test_a_window_that_no_row_knows_ends_the_context() -> None:
     assert Qwen3Config(**SIZES, **stated).sliding_window == 8
     metadata = read("qwen3", **stated)
     assert metadata["context_length"] == 8 and "attention.sliding_window" not in metadata
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma2", 45), ("gemma3", 62), ("gemma3", 48)])
+def test_the_largest_gemmas_scale_attention_by_their_width(name: str, layers: int) -> None:
+    """No key tells; our own model and transformers' have to come to the same factor."""
+    file = open_gguf(Path(__file__).parent / "fixtures" / f"{name}.gguf")
+    metadata = {**file.metadata, f"{name}.block_count": layers}
+    more = dict.fromkeys(map(str, range(layers)), next(iter(file.tensors.values())))
+    source: Any = SimpleNamespace(
+        path=file.path, metadata=metadata, tensors={**file.tensors, **more}, read=file.read
+    )
+    ours, theirs = ModelConfig.from_gguf(metadata), read_config(source, get_architecture(name, ""), {}, {})
+    assert ours.attention_scale == pytest.approx(theirs.query_pre_attn_scalar**-0.5)
+    wide = layers in (46, 62)
+    expected = ours.hidden_size // ours.num_heads if wide else ours.head_dim
+    assert theirs.query_pre_attn_scalar == expected != (ours.head_dim if wide else 0)
