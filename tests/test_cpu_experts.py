@@ -208,6 +208,30 @@ def test_prompts_are_as_near_to_the_exact_logits_as_the_modules(name, fmt, monke
     assert torch.equal(fill(model, ids)[1], whole)
 
 
+def test_a_request_gives_the_same_tokens_in_a_batch_as_alone(tmp_path):
+    """Prompts of other lengths that join and leave, one of them of nothing but NaN."""
+    path = write_resized(tmp_path, "qwen2moe", "Q8_0")[0]
+    model, _ = rt.load(path, device="cpu", tokenizer=FIXTURES / "qwen2moe.gguf")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone(), requires_grad=False)
+    poison, ids = 98, texts("qwen2moe")[0].clamp(max=97).tolist()
+    # the scale of the first block: NaN in fp16
+    model.embed_tokens.weight[poison, :2] = torch.tensor([0, 126], dtype=torch.uint8)
+
+    def run(numbers):
+        batch = rt.BatchedGenerator(model, max_batch=3)
+        options = {"do_sample": True, "temperature": 1.5, "eos_token_id": []}
+        added = {}
+        for number in numbers:
+            prompt = [5, poison, 7] if number < 0 else ids[number : 9 + 3 * number]
+            seed = torch.Generator().manual_seed(number)
+            added[batch.add(prompt, max_new_tokens=4 + len(prompt), generator=seed, **options)] = number
+        return {added[done.id]: done.token_ids for done in batch if added[done.id] >= 0}
+
+    alone = {number: run([number])[number] for number in range(6)}
+    assert len(set(alone.values())) == 6
+    assert run(range(6)) == run([0, 1, -1, 2, 3, 4, 5]) == alone
+
+
 def test_routers_that_are_no_scores_leave_prompts_to_the_modules():
     model, ids = packed("mixtral", "Q8_0", "int8"), texts("mixtral")
     linear = nn.Linear(36, 5, bias=False)
