@@ -57,6 +57,16 @@ def run(capsys: pytest.CaptureFixture[str]):
     return partial(call, capsys)
 
 
+def test_without_a_count_an_answer_ends_where_the_cache_does(run, tiny, tokenizer):
+    """128 new tokens are usual; this prompt leaves fewer."""
+    prompt = "the cat and the hat " * 5
+    free = 128 - len(tokenizer.encode(prompt))
+    assert 0 < free < 100
+    code, out, _ = run("generate", prompt, *exact(tiny, "--json"))
+    answer = json.loads(out)
+    assert code == 0 and answer["stop_reason"] == "length" and len(answer["token_ids"]) == free
+
+
 ANSWER_SCHEMA = {
     "model": "str",
     "text": "str",

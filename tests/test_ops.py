@@ -51,6 +51,27 @@ def test_probe_products_are_exact_for_every_batch(fmt: str) -> None:
         assert y.flatten().tolist() == [PROBES[fmt].dot] * batch
 
 
+def test_only_float64_leaves_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow path that nobody sees would give the same numbers."""
+    if cpu.kernels() is torch_kernels:
+        pytest.skip("no compiled kernels on this path")
+    used = []
+    for name in ("matmul", "matmul_int8", "dequantize", "embedding", "quantize_activations"):
+        monkeypatch.setattr(torch_kernels, name, lambda *_, name=name: used.append(name) or 1 / 0)
+    weight, ids = random_blocks("Q4_K", 5, 256), torch.tensor([1, 2])
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for count in (1, 40):
+            for activations in ("float", "int8"):
+                x = torch.randn(count, 256).to(dtype)
+                ops.linear(x, weight, "Q4_K", 256, activations=activations)
+        ops.embedding(ids, weight, "Q4_K", 256, dtype=dtype)
+        ops.dequantize(weight, "Q4_K", 256, dtype=dtype)
+    assert used == []
+    with pytest.raises(ZeroDivisionError):
+        ops.linear(torch.randn(1, 256, dtype=torch.float64), weight, "Q4_K", 256)
+    assert used == ["matmul"]
+
+
 @pytest.mark.parametrize("fmt", PACKED)
 def test_every_row_count_is_exact_and_written(fmt: str) -> None:
     columns = get_format(fmt).block_size

@@ -92,6 +92,19 @@ def test_a_tied_head_that_is_excluded_keeps_the_embedding_dense():
     assert [(m.names, m.reason) for m in report.skipped] == [(("embed", "lm_head"), "lm_head is excluded")]
 
 
+def test_a_weight_that_is_read_in_two_directions_stays_dense():
+    """A square one, so that no shape would tell."""
+    from transformers.pytorch_utils import Conv1D
+
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), Conv1D(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    report = rt.quantize_model(model, "Q8_0")
+    assert [(m.names, m.reason) for m in report.skipped] == [
+        (("0", "1"), "shared by modules that read it in two directions")
+    ]
+    assert type(model[2]) is rt.QuantizedLinear and model[1].weight is model[0].weight
+
+
 def test_a_module_under_two_names_stays_one():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[1] = model[0]
@@ -201,12 +214,14 @@ def test_values_no_block_can_hold_name_their_module():
         rt.quantize_model(model, "Q8_0")
 
 
-def test_progress_mode_and_gradients():
-    model = Small().train()
+@pytest.mark.parametrize("training", [True, False])
+def test_progress_mode_and_gradients(training):
+    model = Small().train(training)
     seen: list[tuple[int, int]] = []
     rt.quantize_model(model, "Q8_0", progress=lambda done, count: seen.append((done, count)))
     assert seen == [(n, 6) for n in range(1, 7)]
-    assert model.blocks[0][0].training and model.blocks[0][0].bias.requires_grad
+    assert all(module.training == training for module in model.modules())
+    assert model.blocks[0][0].bias.requires_grad
     model(torch.randint(0, 50, (1, 4))).sum().backward()
     assert model.blocks[0][0].bias.grad.abs().sum() > 0
 
