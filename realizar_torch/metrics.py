@@ -103,6 +103,7 @@ class DispatchSummary:
 
     @classmethod
     def of(cls, durations: Sequence[float]) -> "DispatchSummary":
+        """Of durations in microseconds, in any order."""
         ordered = sorted(durations)
         buckets = [0] * (len(HISTOGRAM_EDGES) + 1)
         for duration in ordered:
@@ -135,6 +136,7 @@ class DispatchMetrics:
         self._started, self._seconds = time.perf_counter(), 0.0
 
     def record(self, op: str, backend: str, microseconds: float) -> None:
+        """Counts one dispatch of ``op`` on ``backend`` ("cpu" or "cuda")."""
         with self._lock:
             self._durations.setdefault((op, backend), []).append(microseconds)
 
@@ -160,10 +162,12 @@ class DispatchMetrics:
 
     @property
     def cpu_count(self) -> int:
+        """Dispatches on the CPU."""
         return self.summary(backend="cpu").count
 
     @property
     def gpu_count(self) -> int:
+        """Dispatches on GPUs."""
         return self.summary(backend="cuda").count
 
     @property
@@ -178,6 +182,7 @@ class DispatchMetrics:
         return rate(self.summary().count, self._seconds or time.perf_counter() - self._started) or 0.0
 
     def as_dict(self) -> dict[str, Any]:
+        """JSON-ready: a summary of each op on each back end, and the totals."""
         ops = [
             {"op": op, "backend": backend} | asdict(DispatchSummary.of(durations))
             for (op, backend), durations in sorted(self._known().items())

@@ -12,6 +12,7 @@ from random_models import HIDDEN, LAYERS, metadata, tensors, write_random_model
 from tiny_models import weight, write_tiny_llama
 
 import realizar_torch as rt
+from realizar_torch.cli import build_parser
 
 
 @pytest.fixture
@@ -154,3 +155,11 @@ def test_a_model_of_which_nothing_can_be_encoded_is_refused(tmp_path, capsys):
     code, out, err = call(capsys, "quantize", source, tmp_path / "out", "--format", "Q8_0")
     assert code == 2 and out == "" and "nothing would be encoded" in err, err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("700", 700), ("3KB", 3_000), ("2mb", 2_000_000), ("5GB", 5 * 10**9)]
+)
+def test_sizes_of_files_are_decimal(text, size):
+    args = build_parser().parse_args(["quantize", "a", "b", "--format", "Q8_0", "--max-shard-size", text])
+    assert args.max_shard_size == size

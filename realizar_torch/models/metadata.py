@@ -29,10 +29,12 @@ class Keys:
         return wrong_entry(self._metadata, sentence, *keys, source=self.source)
 
     def optional(self, name: str, kind: type, default: Any) -> Any:
+        """The value of a key, which must be of ``kind``; ``default`` where the file has none."""
         key = f"{self._arch}.{name}"
         return require(self._metadata, key, kind, self.source) if key in self._metadata else default
 
     def positive(self, name: str, default: float | None = None, kind: type = int) -> Any:
+        """A number above 0, and finite; None as default: the file must have the key."""
         key = f"{self._arch}.{name}"
         if key not in self._metadata and default is not None:
             value = default

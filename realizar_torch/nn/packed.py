@@ -46,6 +46,7 @@ def check_sizes(in_features: int, out_features: int) -> None:
 
 
 def check_activations(activations: str) -> None:
+    """FormatError unless they are "float" or "int8"."""
     check_choice("activations", activations, ACTIVATIONS)
 
 

@@ -176,6 +176,7 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def require_canonical(layout: str, device: torch.device) -> None:
+    """FormatError for a layout that only GPUs have kernels for."""
     if layout != "ggml":
         raise FormatError(
             f"layout {layout!r} has no kernel on {device.type}, expected 'ggml'; "

@@ -98,6 +98,7 @@ def check_vector(name: str, vector: torch.Tensor | None, length: int) -> None:
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """FormatError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise FormatError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}")
 
