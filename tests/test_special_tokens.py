@@ -23,6 +23,11 @@ class TestSpecialTokens:
         assert ids.count(len(tokens)) == 1 and ids.count(len(tokens) + 1) == 1
         assert tokenizer.decode(ids) == "a<think>b<th"
 
+    def test_a_kind_that_nobody_knows_stands_for_no_text(self) -> None:
+        tokens, kinds = (PRE["metadata"][f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type"))
+        tokenizer = tiny_bpe(tokens=[*tokens, "one", "two"], token_type=[*kinds, 1, 9])
+        assert [tokenizer.decode([len(tokens) + i]) for i in (0, 1)] == ["one", ""]
+
     @pytest.mark.parametrize(
         ("keys", "expected"),
         [
