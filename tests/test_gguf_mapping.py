@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import mmap
 import warnings
 from pathlib import Path
 
@@ -58,6 +59,20 @@ def test_arrays_keep_the_mapping_and_numpy_copies_do_not(tmp_path: Path) -> None
     assert not mapped(path)
     scores[0] = 9
     assert scores.tolist() == [9, 1.5]
+
+
+def test_released_memory_ends_at_whole_pages(tmp_path: Path) -> None:
+    """What is given back is read from the file again; a neighbour on the same page keeps its changes."""
+    tensors = {name: plain(torch.randn(3, mmap.PAGESIZE // 4 + 8)) for name in "abc"}
+    file = open_gguf(write_gguf(tmp_path / "m.gguf", {}, tensors))
+    stored = {name: file.read(name).clone() for name in "abc"}
+    for name in "abc":
+        file.read(name).neg_()
+    file.release("b")
+    assert torch.equal(file.read("a"), -stored["a"]) and torch.equal(file.read("c"), -stored["c"])
+    # its whole pages are the file's again
+    assert (file.read("b") == stored["b"]).sum() >= mmap.PAGESIZE // 4
+    assert torch.equal(file.read("b").abs(), stored["b"].abs())
 
 
 def test_failure_leaves_no_mapping_even_while_the_error_lives(tmp_path: Path) -> None:

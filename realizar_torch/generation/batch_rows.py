@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from realizar_torch.generation.cpu_step import CpuStep
-from realizar_torch.generation.gpu_prompt import GpuPrompt
 from realizar_torch.generation.gpu_state import GpuState
 from realizar_torch.generation.graph import DecodeGraph
 from realizar_torch.generation.prompt_rows import Piece
@@ -77,14 +76,14 @@ def fill_row(
     if not ids:
         return
     tokens = _int64(ids).to(model.device)
-    if isinstance(state, GpuState) and isinstance(state.prompt, GpuPrompt):
+    if state.prompt is None:
+        model(tokens[None], cache=state.cache.row(row, slot), logits_to_keep=1)
+    elif isinstance(state, GpuState):
         state.compile(model, len(ids))
         piece = Piece(row, slot, len(ids), wanted=False)
         state.prompt.fill(tokens, [piece], state.cache, cuda_graph=cuda_graph)
-    elif state.prompt is not None:
-        state.prompt.fill(tokens, row, slot)
     else:
-        model(tokens[None], cache=state.cache.row(row, slot), logits_to_keep=1)
+        state.prompt.fill(tokens, row, slot)
 
 
 class HostRows:
