@@ -208,6 +208,18 @@ def test_prompts_are_as_near_to_the_exact_logits_as_the_modules(name, fmt, monke
     assert torch.equal(fill(model, ids)[1], whole)
 
 
+def test_many_experts_take_int8_where_there_are_matrix_tiles(monkeypatch):
+    model, ids = packed("qwen3moe", "Q8_0", "int8"), texts("qwen3moe")
+    with monkeypatch.context() as patch:
+        patch.setattr(matrix_tiles, "available", lambda: False)
+        expected = fill(model, ids)[1]
+    # 6 experts, of which 2 are used
+    monkeypatch.setattr(cpu_prompt, "_MOST_EXPERTS_IN_BF16", 2)
+    assert torch.equal(fill(model, ids)[1], expected)
+    monkeypatch.setattr(cpu_prompt, "_MOST_EXPERTS_IN_BF16", 3)
+    assert torch.equal(fill(model, ids)[1], expected) is not matrix_tiles.available()
+
+
 def test_a_request_gives_the_same_tokens_in_a_batch_as_alone(tmp_path):
     """Prompts of other lengths that join and leave, one of them of nothing but NaN."""
     path = write_resized(tmp_path, "qwen2moe", "Q8_0")[0]

@@ -21,6 +21,8 @@ from realizar_torch.nn.kv_cache import KVCache
 _COLUMNS = 256
 # The same of mixtures, whose experts get a few of the columns each.
 _COLUMNS_OF_MIXTURES = 1024
+# Where fewer than one in this many experts is used, matrix tiles do not make up for widening weights to bf16.
+_MOST_EXPERTS_IN_BF16 = 8
 
 
 def takes(model: Transformer) -> bool:
@@ -41,8 +43,8 @@ class CpuPrompt:
         self._model, self._cache = model, cache
         self._kept: list[Tensor] = []
         self._capacity = 0
-        mixed = any(isinstance(module, MixtureOfExperts) for module in model.modules())
-        self._most = _COLUMNS_OF_MIXTURES if mixed else _COLUMNS
+        self._mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+        self._most = _COLUMNS_OF_MIXTURES if self._mixtures else _COLUMNS
         self._arena: Arena | None = None
 
     def run(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -110,8 +112,9 @@ class CpuPrompt:
         self._residual, hidden, qkv, wide = (
             torch.empty(columns, width, dtype=torch.float32, device="cpu") for width in widths
         )
-        # by the machine and not by the number of columns: a row's result must not depend on its neighbours
-        bf16 = matrix_tiles.available()
+        # by machine and model, not by the number of columns: a row's result must not depend on its neighbours
+        few = all(len(m.router.weight) <= _MOST_EXPERTS_IN_BF16 * m.used for m in self._mixtures)
+        bf16 = few and matrix_tiles.available()
         steps = PromptProgram(model, cache, (hidden, qkv, wide), self._kept, bf16)
         self._instructions = steps.instructions()
         sizes = {name: int(self._instructions[name].max()) for name in ("padded", "experts", "used")}
