@@ -171,6 +171,9 @@ def test_bytes_in_every_layout_and_inside_other_modules_are_found() -> None:
         config = LoraConfig(r=2, target_modules=["body"], modules_to_save=["head"])
         with pytest.raises(rt.FormatError, match="modules_to_save names head, which is packed"):
             rt.lora.packed(config, model)
+        # peft finds modules by the ends of their names
+        with pytest.raises(rt.FormatError, match=r"modules_to_save names inner\.head, which is packed"):
+            rt.lora.packed(config, nn.ModuleDict({"inner": model}))
 
 
 def test_a_list_of_tokens_is_about_the_table_named_as_peft_names_it() -> None:
