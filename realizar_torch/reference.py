@@ -42,11 +42,14 @@ def dequantize(
     """Decode uint8 rows ``[..., row_bytes]`` of a plain or packed format to ``[..., in_features]``.
 
     ``in_features=None`` decodes every stored column. Values are computed in float32, then cast to ``dtype``.
-    FormatError: unknown format, not uint8, or rows that are not the whole blocks of ``in_features`` weights.
+    FormatError: unknown format, not uint8, a ``dtype`` that is no float, or rows that are not the whole
+    blocks of ``in_features`` weights.
     """
     fmt = _resolve(fmt)
     if blocks.dtype != torch.uint8:
         raise FormatError(f"blocks are {blocks.dtype}, expected torch.uint8 rows of {fmt.name} blocks")
+    if not dtype.is_floating_point:
+        raise FormatError(f"output dtype is {dtype}, expected a float type: weights are fractions")
     if blocks.ndim == 0 or blocks.shape[-1] % fmt.block_bytes:
         raise FormatError(
             f"shape {tuple(blocks.shape)} does not end in whole {fmt.name} blocks of {fmt.block_bytes} bytes"

@@ -138,6 +138,11 @@ def test_wrong_blocks_are_refused(blocks: torch.Tensor, fmt: str, columns: int, 
         reference.dequantize(blocks, fmt, columns)
 
 
+def test_fractions_are_not_cut_to_integers() -> None:
+    with pytest.raises(FormatError, match=r"output dtype is torch\.int8, expected a float type"):
+        reference.dequantize(random_blocks("Q4_K", 1, 256), "Q4_K", dtype=torch.int8)
+
+
 def test_linear_is_decode_then_matmul() -> None:
     weight, bias = random_blocks("Q3_K", 5, 300), torch.randn(5)
     x = random_activations(2, 4, 300, dtype=torch.float64)
