@@ -18,8 +18,8 @@ from gpu_matvec import SHAPES, Case, graph_time, layout_of, random_weight, read_
 
 from realizar_torch import packing
 from realizar_torch.triton_kernels.configs import MatmulLaunch, choose_matmul
-from realizar_torch.triton_kernels.grouped import Int8Activations, empty_grouped, grouped
-from realizar_torch.triton_kernels.matmul import matmul_int8
+from realizar_torch.triton_kernels.grouped import Grouped, empty_grouped
+from realizar_torch.triton_kernels.matmul import matmul
 from realizar_torch.triton_kernels.matvec import matvec_int8
 from realizar_torch.triton_kernels.quantize import quantize_activations
 
@@ -28,17 +28,23 @@ Job = tuple[str, int, int, MatmulLaunch | None, int]
 # layers of 32 whose v and down projections are Q6_K in a Q4_K_M file
 MORE_BITS = frozenset({0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31})
 PROCESSES = 15
+# (along rows, along K) that a sweep tries
+WARPS = ((1, 4), (1, 8), (2, 4), (2, 2), (4, 1))
 
 
 class MatmulCase(Case):
     """One shape and batch, run by the tensor-core product."""
 
-    grouped: Int8Activations | None = None
+    def __init__(self, fmt: str, rows: int, in_features: int, layout: str, batch: int = 1):
+        super().__init__(fmt, rows, in_features, layout, batch)
+        room = empty_grouped(batch, in_features, self.x.device)
+        self.grouped: Grouped = quantize_activations(self.x, in_features, room)
+        # activations and weights in fp16: half a unit in the last of eleven bits each, and their product
+        self.expected["int8"] = self.expected["float"]
+        self.bound["int8"] = self.bound["float"] * (1 + 2.1 * 2.0**-12 / 4e-6)
 
     def run(self, activations: str, weight: torch.Tensor, launch: MatmulLaunch | None = None) -> torch.Tensor:
-        if self.grouped is None:
-            self.grouped = grouped(*self.q)
-        return matmul_int8(
+        return matmul(
             *self.grouped, len(self.x), weight, self.fmt, self.in_features, layout=self.layout, launch=launch
         )
 
@@ -46,7 +52,7 @@ class MatmulCase(Case):
 def _compile(job: Job) -> None:
     """Fill the kernel cache from a worker process: a small weight of the same divisibility."""
     fmt, in_features, batch, launch, rows = job
-    shape = launch or choose_matmul(fmt, rows, in_features, batch)
+    shape = launch or choose_matmul(rows, in_features, batch)
     try:
         MatmulCase(fmt, 64, in_features, layout_of(fmt), batch).run(
             "int8", packing.pack(random_weight(fmt, 64, in_features), fmt, layout_of(fmt)), shape
@@ -64,13 +70,8 @@ def compile_all(jobs: list[Job]) -> None:
 
 def launches(batch: int) -> list[MatmulLaunch]:
     """The launch shapes that a sweep tries."""
-    widths = {min(-(-batch // 8), 4), min(-(-batch // 8), 8)}
-    return [
-        MatmulLaunch(tiles, columns, warps)
-        for tiles, columns, warps in itertools.product((1, 2), sorted(widths), (2, 4, 8))
-        # 255 registers a thread
-        if tiles * columns <= 8
-    ]
+    columns = min(-(-batch // 8), 4)
+    return [MatmulLaunch(columns, *warps, registers) for warps in WARPS for registers in (128, 168)]
 
 
 def sweep(formats: list[str], batches: list[int], limit: float) -> list[dict[str, object]]:
@@ -83,7 +84,7 @@ def sweep(formats: list[str], batches: list[int], limit: float) -> list[dict[str
         results = [(case.microseconds("int8", launch), launch) for launch in launches(batch)]
         right = sorted(((t, s) for t, s in results if t is not None), key=lambda item: item[0])
         best = "  ".join(
-            f"{t:.1f}us {case.nbytes / t / 1e3 / limit:4.0%} {s.tiles}t{s.columns}c{s.warps}w"
+            f"{t:.1f}us {case.nbytes / t / 1e3 / limit:4.0%} {s.columns}c{s.row_warps}r{s.k_warps}k{s.registers}"
             for t, s in right
         )
         wrong = len(results) - len(right)
@@ -156,7 +157,7 @@ def step(batches: list[int], limit: float) -> list[dict[str, object]]:
 
 
 def _grouped_product(batch: int, q, scale, sums, *operands, **options):
-    return matmul_int8(q, scale, sums, batch, *operands, **options)
+    return matmul(q, scale, sums, batch, *operands, **options)
 
 
 def main() -> None:

@@ -140,9 +140,9 @@ class TestTriton:
         assert {check.kernel for check in checks} == {
             "matvec float",
             "matvec int8",
-            "matmul int8",
-            "matmul_qkv int8",
-            "matmul_gate_up int8",
+            "matmul",
+            "matmul_qkv",
+            "matmul_gate_up",
             "normalize",
             "norm_quantize",
             "quantize_activations",

@@ -73,14 +73,18 @@ def test_int8_is_as_near_to_the_exact_logits_as_the_modules(small, tmp_path):
     assert rms(fused - exact) <= 1.5 * rms(modules - exact)
 
 
-def test_int8_of_many_vectors_equals_the_modules(small, tmp_path):
+def test_many_vectors_are_far_nearer_to_the_exact_logits_than_int8(small, tmp_path):
     ids = ids_of(INT8_MATVEC_ROWS + 1, 2)
     with torch.inference_mode():
         exact = load(tmp_path, "llama")(ids, logits_to_keep=1).logits
         modules = load(tmp_path, "llama", "int8").cpu()(ids.cpu(), logits_to_keep=1).logits.to(DEVICE)
-    # the same quants, but for the few that a last bit moves
-    fused = decode(load(tmp_path, "llama", "int8"), ids, 1)
-    assert 0 < rms(fused - modules) <= 0.3 * rms(modules - exact)
+        model = load(tmp_path, "llama", "int8")
+        cache = KVCache(model.config, len(ids), 64, device=DEVICE)
+        step = GpuStep(model, cache, Workspace.for_model(model.config, len(ids), device=DEVICE))
+        step.run(ids[:, 0])
+        fused = step.run(ids[:, 1]).unsqueeze(1)
+    # fp16 has eleven bits where int8 has seven of the largest in a block
+    assert 0 < rms(fused - exact) <= rms(modules - exact) / 8
 
 
 def rms(x):

@@ -28,7 +28,7 @@ def addresses(workspace):
 
 def test_workspace_widths_are_padded_to_256():
     workspace = Workspace.for_model(CONFIG, 4)
-    assert workspace.wide.shape == (4, 512) and workspace.quants.shape == (8, 512)
+    assert workspace.wide.shape == (4, 512) and workspace.quants.shape == (8, 1024)
     assert workspace.qkv.shape == (4, 512) and workspace.logits.shape == (4, 77)
     assert workspace.scales.shape == (8, 16) and workspace.sums.shape == (8, 32)
     assert workspace.stats.nbytes == sum(getattr(workspace, name).nbytes for name in BUFFERS)

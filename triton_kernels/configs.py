@@ -49,28 +49,37 @@ def choose(
 
 @dataclass(frozen=True)
 class MatmulLaunch:
-    """``tiles`` (1 or 2) of 16 weight rows and ``columns`` times eight activation vectors per program; its
-    warps share out K."""
+    """16 weight rows for each of ``row_warps`` warps and ``columns`` times eight activation vectors per
+    program; ``k_warps`` warps share out K; at most ``registers`` per thread."""
 
-    tiles: int
     columns: int
-    warps: int
+    row_warps: int
+    k_warps: int
+    registers: int = 128
+
+    @property
+    def warps(self) -> int:
+        return self.row_warps * self.k_warps
 
 
 # More vectors than this are cheaper as a product of decoded weights.
 MATMUL_ROWS = 64
 
 
-def choose_matmul(fmt: str, rows: int, in_features: int, batch: int) -> MatmulLaunch:
+def choose_matmul(rows: int, in_features: int, batch: int, pair: bool = False) -> MatmulLaunch:
     """The launch shape of a tensor-core product of ``rows`` × ``in_features`` packed weights with ``batch``
-    vectors.
+    vectors; ``pair``: each program does the same rows of two weights.
     """
-    found = get_packed_format(fmt)
-    steps = -(-found.blocks(in_features) * found.block_size // 256)
-    # a scale for every 16 weights: sixteen products of a row in registers leave no room for a second tile
-    tiles = 1 if planes_per_scale(fmt) == 1 and planes(fmt) == 4 else 2
-    warps = 8 if tiles == 2 and (steps > 32 or rows <= 4096) else 4
-    return MatmulLaunch(tiles, min(-(-batch // 8), 4), min(warps, _power_of_two_at_least(steps)))
+    columns = min(-(-batch // 8), 4)
+    # about sixteen warps for each of some hundred multiprocessors; of many rows none need share K
+    if pair:
+        k_warps = 1 if columns > 2 and rows >= 12288 else 4
+        registers = 255 if columns > 2 else 168
+    else:
+        k_warps, registers = 8 if rows <= 4608 else 4 if rows < 16384 else 1, 128
+    row_warps = 4 if k_warps == 1 else 1
+    k_warps = min(k_warps, _power_of_two_at_least(-(-in_features // 256)))
+    return MatmulLaunch(columns, row_warps, k_warps, registers)
 
 
 @dataclass(frozen=True)

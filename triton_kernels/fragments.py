@@ -1,53 +1,79 @@
 """Packed rows as the left operand of tensor-core products, per format: one thread's share of a row.
 
-A *step* is 256 consecutive weights of a row: one block, or eight blocks of 32. It has runs of ``run`` weights
-(32 or 16) that share a scale; each run is one product. Lane 4 g + t of a warp holds row g, and of a run the
-eight weights 8 t … 8 t + 7 (``paired``), 4 t … and 16 + 4 t …, or (runs of 16) 4 t …: any order will do that
-the activations follow too. For a run with activations x̂ (int8 times xscale)
+A *step* is 256 consecutive weights of a row: one block, or eight blocks of 32. Lane 4 g + t of a warp holds
+unit t of row g: 64 weights in eight *pieces* of eight consecutive ones. Which pieces is free, as long as the
+activations follow (``piece_of``). With activations x of a step
 
-    Σ w x̂ = scale * xscale * Σ q xq - factor * Σ m Σ x̂
+    Σ w x = unit * Σ a x - factor * Σ m Σ x
 
-with small integers q and m (fp16 values where a format has those) and fp32 scale and factor. Bytes of the
-formats: see decode.py.
+where a are fp16 (scales are multiplied in), m are fp16 minimums of 16 weights each, and unit and factor are
+fp32, the same for a whole row and step. A small integer in the bits of an fp16 value stands for 2^-24 times
+itself, so quants become numbers by masking; one rounding follows when the scale is multiplied in (and the
+zero point is subtracted), and none where their product fits 11 bits. Blocks of 32 have scales of their own:
+there unit holds the power of two below the largest of the step, and a are rounded.
+Bytes of the formats: see decode.py.
 """
 
 import triton
 import triton.language as tl
 
-from realizar_torch.triton_kernels.blocks import block_size, field, has_minimum
-from realizar_torch.triton_kernels.tensor_core import byte_as_float, byte_times, load_half, load_vector
+from realizar_torch.triton_kernels.blocks import block_size, field, has_minimum, run_units
+from realizar_torch.triton_kernels.tensor_core import (
+    fma_pair,
+    largest_of_four,
+    load_half,
+    load_once,
+    load_vector,
+    multiply_pair,
+    odd_bytes,
+    whole_number,
+)
 
-STEP = tl.constexpr(256)
+
+@triton.constexpr_function
+def _power(exponent):
+    """The pair of twice 2^exponent, -14 to 15."""
+    return ((exponent + 15) << 10) * 0x10001
+
+
+@triton.constexpr_function
+def _minus_power(exponent):
+    """The pair of twice -2^exponent, -14 to 15."""
+    return (0x8000 | ((exponent + 15) << 10)) * 0x10001 - (1 << 32)
+
+
+@triton.constexpr_function
+def _minus_quant(value):
+    """The pair of twice minus a quant, in the bits of fp16 as quants are."""
+    return (0x8000 | value) * 0x10001 - (1 << 32)
+
+
+@triton.constexpr_function
+def zero_point(fmt):
+    """What is subtracted from the unsigned quants: a power of two, or 0."""
+    return {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q3_K": 4, "Q6_K": 32}.get(fmt, 0)
+
+
+@triton.constexpr_function
+def _lift(fmt):
+    """a are so many powers of two too small, as scales times 2^(24 - lift) fill fp16."""
+    return 10 if step_blocks(fmt) == 8 else 16 if fmt == "Q6_K" else 14
 
 
 @triton.constexpr_function
 def step_blocks(fmt):
     """Blocks of a step."""
-    return STEP.value // block_size(fmt)
+    return 256 // block_size(fmt)
 
 
-@triton.constexpr_function
-def run_size(fmt):
-    """Weights that share a scale. The four-bit scales of Q2_K are multiplied into its two-bit weights."""
-    return 16 if fmt in ("Q3_K", "Q6_K") else 32
-
-
-@triton.constexpr_function
-def paired(fmt):
-    """Whether a thread's eight weights of a run are consecutive."""
-    return fmt in ("Q4_K", "Q5_K", "Q8_0")
-
-
-@triton.constexpr_function
-def signed(fmt):
-    """Whether the weights' words are int8 (their zero point in place) or uint8."""
-    return fmt in ("Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q6_K")
-
-
-@triton.constexpr_function
-def minimums(fmt):
-    """How many values m a step of a row has."""
-    return 16 if fmt == "Q2_K" else 8 if has_minimum(fmt) else 0
+@triton.jit
+def piece_of(t, c: tl.constexpr, FMT: tl.constexpr):
+    """Which eight weights of a step are piece ``c`` of unit ``t``: number i of the 64 from 64 u, as (u, i)."""
+    if run_units(FMT) == 2:
+        # plane c // 2 of a half of 128 weights: 32 weights, of which a unit has 16
+        return t // 2 * 2 + c // 4, c // 2 % 2 * 4 + t % 2 * 2 + c % 2
+    else:
+        return t, c
 
 
 @triton.jit
@@ -57,45 +83,9 @@ def half_to_float(bits):
 
 
 @triton.jit
-def inner_block(first, i, blocks, FMT: tl.constexpr):
-    """Block ``i`` (a number, or one per thread) of the step at block ``first``, or the row's last block."""
-    if step_blocks(FMT) == 1:
-        return first
-    else:
-        return tl.minimum(first + i, blocks - 1)
-
-
-@triton.jit
-def load_fragment(row, first, blocks, t, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
-    """A thread's bytes of the step at block ``first`` of its row: a tuple of words, nothing computed."""
-    if step_blocks(FMT) == 8:
-        raw = _load_legacy(row, first, blocks, t, FMT, PLANAR, ALIGN)
-    elif FMT == "Q4_K" or FMT == "Q5_K":
-        raw = load_vector(_address(row, first, blocks, FMT, "d", PLANAR), 4, ALIGN)
-        quants = _address(row, first, blocks, FMT, "qs", PLANAR) + 8 * t
-        for c in tl.static_range(4):
-            raw = raw + load_vector(quants + 32 * c, 2, ALIGN)
-        if FMT == "Q5_K":
-            raw = raw + load_vector(_address(row, first, blocks, FMT, "qh", PLANAR) + 8 * t, 2, ALIGN)
-    elif FMT == "Q6_K":
-        raw = load_vector(_address(row, first, blocks, FMT, "scales", PLANAR), 4, ALIGN)
-        raw = raw + (load_half(_address(row, first, blocks, FMT, "d", PLANAR)),)
-        raw = raw + _load_words(_address(row, first, blocks, FMT, "ql", PLANAR) + 4 * t, 8, ALIGN)
-        raw = raw + _load_words(_address(row, first, blocks, FMT, "qh", PLANAR) + 4 * t, 4, ALIGN)
-    elif FMT == "Q2_K":
-        raw = load_vector(_address(row, first, blocks, FMT, "scales", PLANAR), 4, ALIGN)
-        raw = raw + (load_half(_address(row, first, blocks, FMT, "d", PLANAR)),)
-        raw = raw + (load_half(_address(row, first, blocks, FMT, "dmin", PLANAR)),)
-        raw = raw + _load_words(_address(row, first, blocks, FMT, "qs", PLANAR) + 4 * t, 4, ALIGN)
-    else:
-        tl.static_assert(FMT == "Q3_K")
-        scales = _address(row, first, blocks, FMT, "scales", PLANAR)
-        raw = load_vector(scales, 1, ALIGN) + load_vector(scales + 4, 1, ALIGN)
-        raw = raw + load_vector(scales + 8, 1, ALIGN)
-        raw = raw + (load_half(_address(row, first, blocks, FMT, "d", PLANAR)),)
-        raw = raw + _load_words(_address(row, first, blocks, FMT, "hmask", PLANAR) + 4 * t, 2, ALIGN)
-        raw = raw + _load_words(_address(row, first, blocks, FMT, "qs", PLANAR) + 4 * t, 4, ALIGN)
-    return raw
+def _twice(bits):
+    """Sixteen bits as both halves of a pair."""
+    return (bits & 0xFFFF) * 0x10001
 
 
 @triton.jit
@@ -105,168 +95,221 @@ def _address(row, block, blocks, FMT: tl.constexpr, NAME: tl.constexpr, PLANAR: 
 
 
 @triton.jit
-def _load_words(address, COUNT: tl.constexpr, ALIGN: tl.constexpr):
-    """COUNT words, 16 bytes apart."""
-    raw = ()
-    for i in tl.static_range(COUNT):
-        raw = raw + load_vector(address + 16 * i, 1, ALIGN)
-    return raw
+def load_fragment(row, step, blocks, t, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
+    """The bytes of unit ``t`` of a row's step, as the functions below take them; nothing computed."""
+    if step_blocks(FMT) == 8:
+        return _load_blocks(row, step, blocks, t, FMT, PLANAR, ALIGN)
+    elif FMT == "Q4_K" or FMT == "Q5_K":
+        quants = _address(row, step, blocks, FMT, "qs", PLANAR) + 32 * t
+        raw = load_once(quants, ALIGN) + load_once(quants + 16, ALIGN)
+        raw = raw + load_once(_address(row, step, blocks, FMT, "d", PLANAR), ALIGN)
+        if FMT == "Q5_K":
+            bits = _address(row, step, blocks, FMT, "qh", PLANAR)
+            raw = raw + load_once(bits, ALIGN) + load_once(bits + 16, ALIGN)
+        return raw
+    elif FMT == "Q6_K":
+        low = _address(row, step, blocks, FMT, "ql", PLANAR) + (t // 2 * 64 + t % 2 * 16)
+        raw = load_once(low, ALIGN) + load_once(low + 32, ALIGN)
+        raw = raw + load_once(_address(row, step, blocks, FMT, "qh", PLANAR) + 16 * t, ALIGN)
+        raw = raw + load_vector(_address(row, step, blocks, FMT, "scales", PLANAR) + t // 2 * 8, 2, ALIGN)
+        return raw + (load_half(_address(row, step, blocks, FMT, "d", PLANAR)),)
+    else:
+        tl.static_assert(FMT == "Q2_K" or FMT == "Q3_K")
+        raw = load_once(_address(row, step, blocks, FMT, "qs", PLANAR) + 16 * t, ALIGN)
+        raw = raw + (load_half(_address(row, step, blocks, FMT, "d", PLANAR)),)
+        scales = _address(row, step, blocks, FMT, "scales", PLANAR)
+        if FMT == "Q2_K":
+            raw = raw + load_vector(scales + t // 2 * 8, 2, ALIGN)
+            return raw + (load_half(_address(row, step, blocks, FMT, "dmin", PLANAR)),)
+        else:
+            raw = raw + load_vector(scales, 1, ALIGN) + load_vector(scales + 4, 1, ALIGN)
+            raw = raw + load_vector(scales + 8, 1, ALIGN)
+            high = _address(row, step, blocks, FMT, "hmask", PLANAR) + t % 2 * 16
+            return raw + load_once(high, ALIGN)
 
 
 @triton.jit
-def _load_legacy(row, first, blocks, t, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
-    """Eight times (d, the words of qs [, qh]), then m of blocks t and t + 4."""
+def _load_blocks(row, step, blocks, t, FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr):
+    """Blocks 2 t and 2 t + 1 of a step, or the row's last one: of each qs, d [, qh] [, m]."""
     raw = ()
-    for i in tl.static_range(8):
-        block = inner_block(first, i, blocks, FMT)
-        raw = raw + (load_half(_address(row, block, blocks, FMT, "d", PLANAR)),)
+    for i in tl.static_range(2):
+        block = tl.minimum(step * 8 + 2 * t + i, blocks - 1)
         quants = _address(row, block, blocks, FMT, "qs", PLANAR)
+        raw = raw + load_once(quants, ALIGN)
         if FMT == "Q8_0":
-            raw = raw + load_vector(quants + 8 * t, 2, ALIGN)
-        else:
-            raw = raw + load_vector(quants + 4 * t, 1, ALIGN)
+            raw = raw + load_once(quants + 16, ALIGN)
+        raw = raw + (load_half(_address(row, block, blocks, FMT, "d", PLANAR)),)
         if FMT == "Q5_0" or FMT == "Q5_1":
             raw = raw + load_vector(_address(row, block, blocks, FMT, "qh", PLANAR), 1, ALIGN)
-    if has_minimum(FMT):
-        for j in tl.static_range(2):
-            block = inner_block(first, t + 4 * j, blocks, FMT)
+        if has_minimum(FMT):
             raw = raw + (load_half(_address(row, block, blocks, FMT, "m", PLANAR)),)
     return raw
 
 
 @triton.jit
-def words_of(raw, run: tl.constexpr, t, FMT: tl.constexpr):
-    """A thread's weights of one run: two words, or one where runs have 16."""
-    if FMT == "Q4_K":
-        # upper nibbles stay where they are: the scale makes up for the factor 16
-        mask: tl.constexpr = -0x0F0F0F10 if run % 2 else 0x0F0F0F0F
-        return raw[4 + run // 2 * 2] & mask, raw[5 + run // 2 * 2] & mask
-    elif FMT == "Q5_K":
-        first = ((raw[4 + run // 2 * 2] >> (run % 2 * 4)) & 0x0F0F0F0F) | (_bit(raw[12], run) << 4)
-        second = ((raw[5 + run // 2 * 2] >> (run % 2 * 4)) & 0x0F0F0F0F) | (_bit(raw[13], run) << 4)
-        return first, second
+def row_of(raw, t, FMT: tl.constexpr):
+    """(unit, factor, scales, minimums) of a row and step: two fp32 numbers, the scale (and offset) pairs that
+    ``piece`` takes, and m of the unit's four groups of 16 as pairs of twice the same.
+    """
+    if step_blocks(FMT) == 8:
+        return _row_of_blocks(raw, FMT)
+    else:
+        return _row_of_super_block(raw, t, FMT)
+
+
+@triton.jit
+def _row_of_super_block(raw, t, FMT: tl.constexpr):
+    pairs, minimums = (), ()
+    UNIT: tl.constexpr = 2.0 ** _lift(FMT)
+    if FMT == "Q4_K" or FMT == "Q5_K":
+        scales, all_minimums = _two_scales(raw, t)
+        for half in tl.static_range(2):
+            scale = whole_number((scales >> (8 * half)) & 0xFF)
+            # the upper nibble is used where it lies: sixteen times its value
+            pairs = pairs + (multiply_pair(scale, _power(10 - 4 * half)),)
+            m = whole_number((all_minimums >> (8 * half)) & 0xFF)
+            minimums = minimums + (m, m)
+        return half_to_float(raw[8]) * UNIT, half_to_float(raw[8] >> 16), pairs, minimums
     elif FMT == "Q6_K":
-        # the six bits at a byte's top, so that -32 is one exclusive or; run 8 n + 2 p + h
-        n: tl.constexpr = run // 8
-        p: tl.constexpr = run % 8 // 2
-        h: tl.constexpr = run % 2
-        low = raw[5 + 4 * n + p % 2 * 2 + h]
-        low = (low >> 2 if p // 2 else low << 2) & 0x3C3C3C3C ^ -0x7F7F7F80
-        return (low ^ ((raw[13 + 2 * n + h] << (6 - 2 * p)) & -0x3F3F3F40),)
-    elif FMT == "Q3_K":
-        n: tl.constexpr = run // 8
-        p: tl.constexpr = run % 8 // 2
-        h: tl.constexpr = run % 2
-        quants = (raw[6 + 2 * n + h] >> (2 * p)) & 0x03030303
-        return (((quants << 5) | (_bit(raw[4 + h], 4 * n + p) << 7)) ^ -0x7F7F7F80,)
+        for plane in tl.static_range(4):
+            # byte h or 2 + h of a word, 128 higher
+            word = (raw[12 + plane // 2] ^ -0x7F7F7F80) >> (t % 2 * 8)
+            scale = whole_number((word >> (plane % 2 * 16)) & 0xFF)
+            down = fma_pair(scale, _power(8), _minus_power(15))
+            pairs = pairs + (down, multiply_pair(down, _minus_quant(zero_point(FMT))))
+        return half_to_float(raw[14]) * UNIT, raw[14], pairs, minimums
     elif FMT == "Q2_K":
-        # bytes of at most 3 * 15: no carry
-        n: tl.constexpr = run // 4
-        p: tl.constexpr = run % 4
-        first = ((raw[6 + 2 * n] >> (2 * p)) & 0x03030303) * _byte(raw[run // 2], 2 * run % 4, 15)
-        second = ((raw[7 + 2 * n] >> (2 * p)) & 0x03030303) * _byte(raw[run // 2], 2 * run % 4 + 1, 15)
-        return first, second
+        for plane in tl.static_range(4):
+            both = (raw[5 + plane // 2] >> (t % 2 * 8 + plane % 2 * 16)) & 0xFF
+            # weights are used where they lie: 4^plane times their value
+            pairs = pairs + (multiply_pair(whole_number(both & 15), _power(10 - 2 * plane)),)
+            minimums = minimums + (whole_number(both >> 4),)
+        return half_to_float(raw[4]) * UNIT, half_to_float(raw[7]), pairs, minimums
+    else:
+        shift = t % 2 * 8 + t // 2 * 4
+        for plane in tl.static_range(4):
+            low = (raw[5 + plane // 2] >> (shift + plane % 2 * 16)) & 15
+            # six bits: the upper two of group g are bits 2 (g // 4) of byte g % 4
+            high = (raw[7] >> (shift + plane % 2 * 16 + plane // 2 * 2)) & 3
+            down = fma_pair(whole_number(low | (high << 4)), _power(10), _minus_power(15))
+            pairs = pairs + (down, multiply_pair(down, _minus_quant(zero_point(FMT))))
+        return half_to_float(raw[4]) * UNIT, raw[4], pairs, minimums
+
+
+@triton.jit
+def _two_scales(raw, t):
+    """Scales and minimums of sub-blocks 2 t and 2 t + 1 in the lower bytes of a word each: see decode.py."""
+    a, b, e = raw[9], raw[10], raw[11]
+    upper, shift = t >= 2, t % 2 * 16
+    mask_low, mask_top = tl.where(upper, 0x0F0F, 0x3F3F), tl.where(upper, 0x3030, 0)
+    scales = ((tl.where(upper, e, a) >> shift) & mask_low) | ((a >> (shift + 2)) & mask_top)
+    at = tl.where(upper, shift + 4, shift)
+    return scales, ((tl.where(upper, e, b) >> at) & mask_low) | ((b >> (shift + 2)) & mask_top)
+
+
+@triton.constexpr_function
+def _words_of_block(fmt):
+    """How many words of ``_load_blocks`` belong to one block."""
+    return {"Q4_0": 5, "Q4_1": 6, "Q5_0": 6, "Q5_1": 7, "Q8_0": 9}[fmt]
+
+
+@triton.jit
+def _row_of_blocks(raw, FMT: tl.constexpr):
+    WORDS: tl.constexpr = _words_of_block(FMT)
+    D: tl.constexpr = 8 if FMT == "Q8_0" else 4
+    d0, d1 = raw[D], raw[WORDS + D]
+    largest = half_to_float(largest_of_four(tl.maximum(d0 & 0x7FFF, d1 & 0x7FFF)))
+    # the power of two below it; what is smaller than any fp16 has no scale anyway
+    power = tl.maximum(largest.to(tl.int32, bitcast=True) & 0x7F800000, 100 << 23)
+    inverse = ((254 << 23) - power).to(tl.float32, bitcast=True)
+    pairs, minimums = (), ()
+    for i in tl.static_range(2):
+        ratio = half_to_float(raw[i * WORDS + D]) * inverse * 16384.0
+        scale = _twice(ratio.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32))
+        pairs = pairs + (scale,)
+        if zero_point(FMT) > 0:
+            pairs = pairs + (multiply_pair(scale, _minus_quant(zero_point(FMT))),)
+        if has_minimum(FMT):
+            m = _twice(raw[i * WORDS + WORDS - 1])
+            minimums = minimums + (m, m)
+    unit = power.to(tl.float32, bitcast=True) * 2.0 ** _lift(FMT)
+    return unit, tl.full(power.shape, -1.0, tl.float32), pairs, minimums
+
+
+@triton.jit
+def piece(raw, scales, t, c: tl.constexpr, FMT: tl.constexpr):
+    """Piece ``c`` of a unit, multiplied by its scales: four pairs, weights 0 2, 1 3, 4 6 and 5 7."""
+    pairs = ()
+    for i in tl.static_range(2):
+        even, odd = _quants(raw, t, c, i, FMT)
+        if zero_point(FMT) > 0:
+            # four scales of 16 weights, or two of 32
+            scale, offset = _scale_of_piece(scales, c, 2, FMT)
+            pairs = pairs + (fma_pair(even, scale, offset), fma_pair(odd, scale, offset))
+        else:
+            scale = _scale_of_piece(scales, c, 1, FMT)[0]
+            pairs = pairs + (multiply_pair(even, scale), multiply_pair(odd, scale))
+    return pairs
+
+
+@triton.jit
+def _scale_of_piece(scales, c: tl.constexpr, COUNT: tl.constexpr, FMT: tl.constexpr):
+    """The COUNT pairs of a piece: a scale for every 16 weights, or 32 of them."""
+    if run_units(FMT) == 2:
+        return scales[c // 2 * COUNT], scales[c // 2 * COUNT + COUNT - 1]
+    else:
+        return scales[c // 4 * COUNT], scales[c // 4 * COUNT + COUNT - 1]
+
+
+@triton.jit
+def _quants(raw, t, c: tl.constexpr, i: tl.constexpr, FMT: tl.constexpr):
+    """Quants 0 2 and 1 3 of half ``i`` of a piece, as the bits of pairs; some where they lie, higher up."""
+    if FMT == "Q4_K" or FMT == "Q5_K":
+        word = raw[2 * (c % 4) + i]
+        even, odd = _masked(word, 0x000F000F << (c // 4 * 4))
+        if FMT == "Q5_K":
+            bits = raw[12 + 2 * (c % 4) + i] >> (2 * t)
+            MASK: tl.constexpr = 0x00100010 << (c // 4 * 4)
+            even |= (bits << (4 + c // 4 * 3)) & MASK
+            odd |= (bits >> 8 << (4 + c // 4 * 3)) & MASK
+        return even, odd
+    elif FMT == "Q2_K":
+        return _masked(raw[c % 2 * 2 + i], 0x00030003 << (c // 2 * 2))
+    elif FMT == "Q6_K" or FMT == "Q3_K":
+        return _masked(_k_word(raw, c // 2, c % 2 * 2 + i, t, FMT), 0x00FF00FF)
     elif FMT == "Q8_0":
-        return raw[3 * run + 1], raw[3 * run + 2]
-    elif FMT == "Q4_0":
-        low, high = (raw[2 * run + 1] << 4) & -0x0F0F0F10, raw[2 * run + 1] & -0x0F0F0F10
-        return low ^ -0x7F7F7F80, high ^ -0x7F7F7F80
-    elif FMT == "Q4_1":
-        return (raw[2 * run + 1] << 4) & -0x0F0F0F10, raw[2 * run + 1] & -0x0F0F0F10
+        return _masked(raw[c // 4 * _words_of_block(FMT) + c % 4 * 2 + i] ^ -0x7F7F7F80, 0x00FF00FF)
     else:
-        tl.static_assert(FMT == "Q5_0" or FMT == "Q5_1")
-        # five bits at a byte's top
-        quants, bits = raw[3 * run + 1], raw[3 * run + 2] >> (4 * t)
-        first = ((quants << 3) & 0x78787878) | (_spread(bits) << 7)
-        second = ((quants >> 1) & 0x78787878) | (_spread(bits >> 16) << 7)
-        if FMT == "Q5_0":
-            return first ^ -0x7F7F7F80, second ^ -0x7F7F7F80
+        # weights 0 to 15 are lower nibbles, 16 to 31 upper ones
+        word = raw[c // 4 * _words_of_block(FMT) + c % 2 * 2 + i] >> (c % 4 // 2 * 4)
+        if FMT == "Q5_0" or FMT == "Q5_1":
+            bits = (raw[c // 4 * _words_of_block(FMT) + 5] >> (c % 4 // 2 * 16 + c % 2 * 8 + 4 * i)) & 15
+            # the product spreads bits 0 to 3 to bit 0 of bytes 0 to 3
+            word = (word & 0x0F0F0F0F) | (((bits * 0x00204081) & 0x01010101) << 4)
+            return _masked(word, 0x00FF00FF)
         else:
-            return first, second
+            return _masked(word, 0x000F000F)
 
 
 @triton.jit
-def _bit(word, index: tl.constexpr):
-    """Bit ``index`` of every byte, at the byte's bottom."""
-    return (word >> index) & 0x01010101
-
-
-@triton.jit
-def _byte(word, index: tl.constexpr, mask: tl.constexpr):
-    return (word >> (8 * index)) & mask
-
-
-@triton.jit
-def _spread(bits):
-    """Bits 0 to 3 at the bottoms of bytes 0 to 3."""
-    return ((bits & 0xF) * 0x00204081) & 0x01010101
-
-
-@triton.jit
-def scales_of(raw, first, blocks, WHOLE: tl.constexpr, FMT: tl.constexpr):
-    """fp32 scales of a step's runs, 22 bits of mantissa at most; 0 past the row's end."""
-    scales = ()
-    if step_blocks(FMT) == 8:
-        WORDS: tl.constexpr = 2 if FMT == "Q4_0" or FMT == "Q4_1" else 3
-        LIFT: tl.constexpr = 1 if FMT == "Q8_0" else 16 if WORDS == 2 else 8
-        for run in tl.static_range(8):
-            scale = half_to_float(raw[WORDS * run]) * (1.0 / LIFT)
-            scales = scales + (scale if WHOLE else tl.where(first + run < blocks, scale, 0.0),)
-    elif FMT == "Q4_K" or FMT == "Q5_K":
-        d = half_to_float(raw[0])
-        if not WHOLE:
-            d = tl.where(first < blocks, d, 0.0)
-        low, high = _scales_k4(raw[1], raw[3])
-        for run in tl.static_range(8):
-            unit = d * 0.0625 if FMT == "Q4_K" and run % 2 else d
-            word = high if run // 4 else low
-            scales = scales + (byte_times(word, run % 4, unit),)
+def _masked(word, MASK: tl.constexpr):
+    """Even and odd bytes of a word, what MASK leaves of them."""
+    if MASK == 0x00FF00FF:
+        return word & MASK, odd_bytes(word)
     else:
-        d = half_to_float(raw[3] if FMT == "Q3_K" else raw[4])
-        if not WHOLE:
-            d = tl.where(first < blocks, d, 0.0)
-        if FMT == "Q6_K":
-            for run in tl.static_range(16):
-                word = raw[run // 4] ^ -0x7F7F7F80
-                scales = scales + ((byte_as_float(word, run % 4) - 8388736.0) * (d * 0.25),)
-        elif FMT == "Q3_K":
-            for run in tl.static_range(16):
-                low = (raw[run % 8 // 4] >> (run // 8 * 4)) & 0x0F0F0F0F
-                word = low | (((raw[2] >> (run // 4 * 2)) & 0x03030303) << 4)
-                scales = scales + ((byte_as_float(word, run % 4) - 8388640.0) * (d * 0.03125),)
+        return word & MASK, (word >> 8) & MASK
+
+
+@triton.jit
+def _k_word(raw, plane: tl.constexpr, i: tl.constexpr, t, FMT: tl.constexpr):
+    """Word ``i`` of a plane: four quants, with their zero point."""
+    if FMT == "Q6_K":
+        low, bits = raw[plane % 2 * 4 + i] >> (plane // 2 * 4), raw[8 + i]
+        if plane == 3:
+            high = (bits >> 2) & 0x30303030
         else:
-            for _ in tl.static_range(8):
-                scales = scales + (d,)
-    return scales
-
-
-@triton.jit
-def _scales_k4(low, top):
-    """Eight six-bit values of Q4_K or Q5_K in the bytes of two words: see decode.py."""
-    return low & 0x3F3F3F3F, (top & 0x0F0F0F0F) | ((low >> 2) & 0x30303030)
-
-
-@triton.jit
-def minimums_of(raw, first, blocks, part: tl.constexpr, t, WHOLE: tl.constexpr, FMT: tl.constexpr):
-    """m number 8 part + t and 8 part + t + 4 of a step, as fp32 with 10 bits of mantissa."""
-    if step_blocks(FMT) == 8:
-        lower, upper = half_to_float(raw[len(raw) - 2]), half_to_float(raw[len(raw) - 1])
-        if not WHOLE:
-            lower = tl.where(first + t < blocks, lower, 0.0)
-            upper = tl.where(first + t + 4 < blocks, upper, 0.0)
-        return lower, upper
-    elif FMT == "Q2_K":
-        lower, upper = (raw[2 * part] >> 4) & 0x0F0F0F0F, (raw[2 * part + 1] >> 4) & 0x0F0F0F0F
+            high = (bits << (4 - 2 * plane)) & 0x30303030
+        return (low & 0x0F0F0F0F) | high
     else:
-        lower, upper = _scales_k4(raw[2], raw[3] >> 4)
-    return byte_as_float(lower, t) - 8388608.0, byte_as_float(upper, t) - 8388608.0
-
-
-@triton.jit
-def factor_of(raw, first, blocks, WHOLE: tl.constexpr, FMT: tl.constexpr):
-    """What a step's sum of minimums is multiplied by before it is subtracted."""
-    if step_blocks(FMT) == 8:
-        return tl.full(raw[0].shape, -1.0, tl.float32)
-    else:
-        factor = half_to_float(raw[5] if FMT == "Q2_K" else raw[0] >> 16)
-        return factor if WHOLE else tl.where(first < blocks, factor, 0.0)
+        bits = (raw[8 + i] >> (t // 2 * 4 + plane)) & 0x01010101
+        return ((raw[i] >> (2 * plane)) & 0x03030303) | (bits << 2)

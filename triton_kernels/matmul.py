@@ -1,13 +1,12 @@
-"""Packed weight times many activation vectors on tensor cores: y = x̂·Wᵀ (+ bias) (+ residual), int8 x̂."""
+"""Packed weight times many activation vectors on tensor cores: y = x̂·Wᵀ (+ bias) (+ residual), fp16 x̂."""
 
 import torch
 import triton
 import triton.language as tl
 
 from realizar_torch.triton_kernels.configs import MatmulLaunch, choose_matmul
-from realizar_torch.triton_kernels.fragments import step_blocks
 from realizar_torch.triton_kernels.grouped import GROUP, check_grouped
-from realizar_torch.triton_kernels.launch import PackedRows, on_device, packed_rows, same_device, vector
+from realizar_torch.triton_kernels.launch import on_device, packed_rows, same_device, vector
 from realizar_torch.triton_kernels.matvec import output_tensor, residual_of
 from realizar_torch.triton_kernels.primitives import cast, release_successor
 from realizar_torch.triton_kernels.tile_sums import over_warps, tile_rows, tile_sums
@@ -16,15 +15,12 @@ from realizar_torch.triton_kernels.tile_sums import over_warps, tile_rows, tile_
 @triton.jit
 def store_tile(
     sums, first_row, n_rows, first_column, columns, out, out_stride, bias, residual,
-    TILES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """out[column, row] = sums + bias[row] + residual[column, row]; sums as ``over_warps`` gives them."""
-    lane = tl.arange(0, 32)[:, None, None]
-    row = first_row + lane // 4 + 8 * tl.arange(0, 2)[None, :, None]
-    column = first_column + 2 * (lane % 4) + tl.arange(0, 2)[None, None, :]
-    if TILES == 2:
-        row = tl.expand_dims(row, 3) + 16 * tl.arange(0, 2)[None, None, None, :]
-        column = tl.expand_dims(column, 3)
+    thread = tl.arange(0, sums.shape[0])[:, None, None]
+    row = first_row + thread // 32 * 16 + thread % 32 // 4 + 8 * tl.arange(0, 2)[None, :, None]
+    column = first_column + 2 * (thread % 4) + tl.arange(0, 2)[None, None, :]
     inside = (row < n_rows) & (column < columns)
     at = column.to(tl.int64) * out_stride + row
     if HAS_BIAS:
@@ -36,45 +32,41 @@ def store_tile(
 
 @triton.jit
 def rows_of_one(
-    weight, row_stride, first_row, n_rows, blocks, xq, xscale, xsums, first_group, batch, out, out_stride,
+    weight, row_stride, first_row, n_rows, blocks, values, scale, sums, first_group, batch, out, out_stride,
     bias, residual,
-    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr,
-    WARPS: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, N: tl.constexpr, ROW_WARPS: tl.constexpr,
+    K_WARPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """16 TILES rows of one weight times 8 N columns, stored."""
-    rows = ()
-    for tile in tl.static_range(TILES):
-        rows = rows + tile_rows(weight, row_stride, first_row + 16 * tile, n_rows, ALIGN, WARPS)
+    """16 ROW_WARPS rows of one weight times 8 N columns, stored."""
+    rows = tile_rows(weight, row_stride, first_row, n_rows, ALIGN, ROW_WARPS, K_WARPS)
     total = tile_sums(
-        rows, blocks, xq, xscale, xsums, first_group, tl.cdiv(batch, 8),
-        FMT, PLANAR, ALIGN, N, WARPS, WHOLE, DEPENDENT,
+        rows, blocks, values, scale, sums, first_group, tl.cdiv(batch, 8),
+        FMT, PLANAR, ALIGN, N, ROW_WARPS, K_WARPS, DEPENDENT,
     )  # fmt: skip
     release_successor(DEPENDENT)
     for n in tl.static_range(N):
         store_tile(
-            over_warps(total, n, TILES, WARPS), first_row, n_rows, 8 * (first_group + n), batch,
-            out, out_stride, bias, residual, TILES, HAS_BIAS, HAS_RESIDUAL,
+            over_warps(total, n, 1, ROW_WARPS, K_WARPS), first_row, n_rows, 8 * (first_group + n), batch,
+            out, out_stride, bias, residual, HAS_BIAS, HAS_RESIDUAL,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch"])
-def _matmul_int8_kernel(
-    weight, row_stride, n_rows, blocks, xq, xscale, xsums, batch, out, out_stride, bias, residual,
-    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr,
-    WARPS: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+def _matmul_kernel(
+    weight, row_stride, n_rows, blocks, values, scale, sums, batch, out, out_stride, bias, residual,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, N: tl.constexpr, ROW_WARPS: tl.constexpr,
+    K_WARPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: 16 TILES weight rows × 8 N int8 vectors (bytes: see fragments.py)."""
+    """One program: 16 ROW_WARPS weight rows × 8 N vectors (bytes: see fragments.py)."""
     rows_of_one(
-        weight, row_stride, tl.program_id(0) * (16 * TILES), n_rows, blocks, xq, xscale, xsums,
+        weight, row_stride, tl.program_id(0) * (16 * ROW_WARPS), n_rows, blocks, values, scale, sums,
         tl.program_id(1) * N, batch, out, out_stride, bias, residual,
-        FMT, PLANAR, ALIGN, N, TILES, WARPS, WHOLE, HAS_BIAS, HAS_RESIDUAL, DEPENDENT,
+        FMT, PLANAR, ALIGN, N, ROW_WARPS, K_WARPS, HAS_BIAS, HAS_RESIDUAL, DEPENDENT,
     )  # fmt: skip
 
 
-def matmul_int8(
-    q: torch.Tensor,
+def matmul(
+    values: torch.Tensor,
     scale: torch.Tensor,
     sums: torch.Tensor,
     batch: int,
@@ -90,30 +82,29 @@ def matmul_int8(
     launch: MatmulLaunch | None = None,
     dependent: bool = False,
 ) -> torch.Tensor:
-    """``matvec.matvec_int8`` for ``batch`` grouped activation vectors (grouped.py)."""
+    """``matvec.matvec_int8`` for ``batch`` grouped activation vectors of fp16 (grouped.py)."""
     packed = packed_rows(weight, fmt, in_features, layout)
-    check_grouped(q, scale, sums, batch, packed.blocks * packed.fmt.block_size)
-    device = same_device(q, scale, sums, weight, bias, residual, out)
+    check_grouped(values, scale, sums, batch, packed.blocks * packed.fmt.block_size)
+    device = same_device(values, scale, sums, weight, bias, residual, out)
     dtype = residual.dtype if residual is not None else out_dtype
     result = output_tensor(out, (batch, packed.rows), dtype, device)
     if result.numel() == 0:
         return result
     bias = vector(bias, packed.rows, "bias")
     residual = residual_of(residual, result)
-    shape = launch or choose_matmul(fmt, packed.rows, in_features, batch)
-    grid = (triton.cdiv(packed.rows, 16 * shape.tiles), triton.cdiv(batch, GROUP * shape.columns))
+    shape = launch or choose_matmul(packed.rows, in_features, batch)
+    grid = (
+        triton.cdiv(packed.rows, 16 * shape.row_warps),
+        triton.cdiv(batch, GROUP * shape.columns),
+    )
     with on_device(device):
-        _matmul_int8_kernel[grid](
-            packed.data, packed.stride, packed.rows, packed.blocks, q, scale, sums, batch, result,
+        _matmul_kernel[grid](
+            packed.data, packed.stride, packed.rows, packed.blocks, values, scale, sums, batch, result,
             packed.rows, bias, residual,
-            FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, N=shape.columns, TILES=shape.tiles,
-            WARPS=shape.warps, WHOLE=whole_steps(packed, shape.warps),
+            FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, N=shape.columns,
+            ROW_WARPS=shape.row_warps, K_WARPS=shape.k_warps,
             HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-            DEPENDENT=dependent, num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=dependent,
+            DEPENDENT=dependent, num_warps=shape.warps, maxnreg=shape.registers, enable_fp_fusion=True,
+            launch_pdl=dependent,
         )  # fmt: skip
     return result
-
-
-def whole_steps(packed: PackedRows, warps: int) -> bool:
-    """Whether a row gives every warp the same number of steps, none of them past its end."""
-    return packed.blocks % (step_blocks(packed.fmt.name) * warps) == 0

@@ -1,4 +1,4 @@
-"""Residual add, RMSNorm or LayerNorm, and int8 quantization of activations: any subset in one launch."""
+"""Residual add, RMSNorm or LayerNorm, and activations as int8 or grouped fp16: any subset in one launch."""
 
 import torch
 import triton
@@ -7,6 +7,7 @@ import triton.language as tl
 from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.configs import choose_norm_warps
 from realizar_torch.triton_kernels.gate_up import activate, check_activation
+from realizar_torch.triton_kernels.grouped import STEP, Grouped, store_grouped
 from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, float_rows_of, on_device, same_device, vector
 from realizar_torch.triton_kernels.primitives import (
     cast,
@@ -20,9 +21,8 @@ Int8Activations = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @triton.jit
-def store_int8(values, block, columns, row, width, q, scale, sums, GROUPED: tl.constexpr = False):
-    """Quantize ``values [B, 2, 16]`` fp32, B blocks of 32, and store q, scale and half-block sums of one row,
-    row-major or (GROUPED) as grouped.py describes.
+def store_int8(values, block, columns, row, width, q, scale, sums):
+    """Quantize ``values [B, 2, 16]`` fp32, B blocks of 32, and store q, scale and half-block sums of one row.
 
     scale = amax/127, q = round_half_even(x * (1/scale)), sums = scale * Σ16 q; a NaN or infinity makes scale
     NaN, and a block whose 1/scale overflows becomes zeros.
@@ -40,10 +40,7 @@ def store_int8(values, block, columns, row, width, q, scale, sums, GROUPED: tl.c
     quants = tl.minimum(tl.maximum(quants, -127), 127)
     halves = tl.sum(quants, 2).to(tl.float32) * tl.expand_dims(step, 1)
     inside = block * 32 < width
-    if GROUPED:
-        at = row // 8 * 8 * (width // 32) + row % 8 + block * 8
-    else:
-        at = row * (width // 32) + block
+    at = row * (width // 32) + block
     within = (16 * tl.arange(0, 2))[None, :, None] + tl.arange(0, 16)[None, None, :]
     tl.store(q + (at * 32)[:, None, None] + within, quants.to(tl.int8), mask=columns < width)
     tl.store(scale + at, step, mask=inside)
@@ -59,7 +56,7 @@ def _prepare_kernel(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Row program_id(0), blocks of 32 from program_id(1)*B: s = x (or factor*x + residual, or act(x)); y =
-    norm(s); y or its int8 form.
+    norm(s); y, or its int8 or grouped form.
 
     rmsnorm: y = s / sqrt(mean(s²) + eps) * w; layernorm: y = (s - mean) / sqrt(var + eps) * w + b. fp32
     statistics.
@@ -94,8 +91,11 @@ def _prepare_kernel(
         if HAS_NORM_BIAS:
             values = values + tl.load(norm_bias + columns, mask=inside, other=0).to(tl.float32)
         values = tl.where(inside, values, 0.0)
-    if INT8:
-        store_int8(values, block, columns, row, width, q, scale, sums, GROUPED)
+    if GROUPED:
+        step = tl.program_id(1) * (B // 8) + tl.arange(0, B // 8)
+        store_grouped(tl.reshape(values, [B // 8, 16, 16]), step, width // 256, row, q, scale, sums)
+    elif INT8:
+        store_int8(values, block, columns, row, width, q, scale, sums)
     else:
         tl.store(normed + at, cast(values, normed.dtype.element_ty), mask=inside)
 
@@ -114,15 +114,16 @@ def empty_int8(rows: int, width: int, device: torch.device) -> Int8Activations:
 def quantize_activations(
     x: torch.Tensor,
     width: int,
-    out: Int8Activations | None = None,
+    out: Int8Activations | Grouped | None = None,
     *,
     activation: str | None = None,
     dependent: bool = False,
 ) -> Int8Activations:
     """x ``[..., K]`` floats → (q, scale, sums) of ``[M, width]``; columns past K are zeros.
 
-    ``width`` is K in whole blocks of the weight's format; ``out`` may be grouped. The numbers equal
-    ``reference.quantize_activations``; with an ``activation`` of gate_up.py, that of its values.
+    ``width`` is K in whole blocks of the weight's format. The numbers equal
+    ``reference.quantize_activations``; with an ``activation`` of gate_up.py, that of its values. Into
+    ``out`` of grouped.py go fp16 values instead.
     """
     if activation is not None:
         check_activation(activation)
@@ -132,11 +133,12 @@ def quantize_activations(
     result = out or empty_int8(rows.shape[0], width, x.device)
     if rows.shape[0] == 0:
         return result
+    width, grouped = _stored(width, result)
     with on_device(x.device):
         _prepare_kernel[(rows.shape[0], triton.cdiv(width, 1024))](
             rows, None, None, 1.0, None, None, 0.0, in_features, width, None, *result,
             B=32, NORM="none", HAS_RESIDUAL=False, HAS_NORM_BIAS=False, ZERO_CENTERED=False, INT8=True,
-            GROUPED=result[0].dim() == 4, ACTIVATION=activation, DEPENDENT=dependent, num_warps=4,
+            GROUPED=grouped, ACTIVATION=activation, DEPENDENT=dependent, num_warps=4,
             enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result
@@ -154,11 +156,11 @@ def norm_quantize(
     residual: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
     factor: float = 1.0,
-    out: Int8Activations | None = None,
+    out: Int8Activations | Grouped | None = None,
     dependent: bool = False,
 ) -> Int8Activations:
     """norm(factor * x + residual) quantized to int8, x ``[..., K]`` → (q, scale, sums) of ``[M, width]``;
-    ``out`` may be grouped.
+    in grouped fp16 where ``out`` is.
 
     With a residual, the sum is stored to ``total`` (same shape; may be ``residual`` itself), rounded to its
     dtype. ``factor`` counts with a residual only.
@@ -260,7 +262,9 @@ def _norm(
             )
     if rows.shape[0] == 0:
         return
-    blocks = triton.next_power_of_2(triton.cdiv(width, 32))
+    width, grouped = (width, False) if int8 is None else _stored(width, int8)
+    # grouped activations are stored in whole steps of eight blocks
+    blocks = max(triton.next_power_of_2(triton.cdiv(width, 32)), 8 if grouped else 1)
     q, scale, sums = int8 or (None, None, None)
     with on_device(device):
         _prepare_kernel[(rows.shape[0], 1)](
@@ -268,11 +272,16 @@ def _norm(
             sums,
             B=blocks, NORM=normalization, HAS_RESIDUAL=residual is not None,
             HAS_NORM_BIAS=norm_bias is not None,
-            ZERO_CENTERED=zero_centered, INT8=int8 is not None, GROUPED=q is not None and q.dim() == 4,
-            ACTIVATION=None,
+            ZERO_CENTERED=zero_centered, INT8=int8 is not None, GROUPED=grouped, ACTIVATION=None,
             DEPENDENT=dependent, num_warps=choose_norm_warps(blocks), enable_fp_fusion=True,
             launch_pdl=dependent,
         )  # fmt: skip
+
+
+def _stored(width: int, out: Int8Activations | Grouped) -> tuple[int, bool]:
+    """How many activations of a row are stored in ``out``, and whether in groups."""
+    grouped = out[0].dtype == torch.float16
+    return -(-width // STEP) * STEP if grouped else width, grouped
 
 
 def _check_width(in_features: int, width: int) -> None:

@@ -1,12 +1,12 @@
-"""Tensor-core products of one warp's registers, and wide loads into them: the only PTX of the matmul.
+"""Tensor-core products of one warp's registers, arithmetic of fp16 pairs, and wide loads: PTX of the matmul.
 
-Tensors here have one element per thread: element i of ``[32 * warps]`` is in thread i, which is Triton's
-layout of every such vector. A thread of a warp is lane 4 g + t. With words of four int8 (or one tf32) the
-operands of a product ``[16, K] x [K, 8]`` are
+Tensors here have one element per thread: element i of ``[threads]`` is in thread i, which is Triton's layout
+of every such vector. A thread of a warp is lane 4 g + t. A *pair* is an int32 word of two fp16 values. The
+operands of a product ``[16, 16] x [16, 8]`` are
 
-    left   word 2 j + i:  row g + 8 i,  word t + 4 j of K
-    right  word j:        word t + 4 j of K,  column g
-    result 2 i + c:       row g + 8 i,  column 2 t + c
+    left   word 2 j + i:  row g + 8 i,  values 2 t + 8 j and the next one
+    right  word j:        values 2 t + 8 j and the next one of column g
+    total  2 i + c:       row g + 8 i,  column 2 t + c
 """
 
 import triton
@@ -14,93 +14,101 @@ import triton.language as tl
 
 from realizar_torch.triton_kernels.primitives import INTERPRETED
 
-# 1.5 * 2^23: an fp32 of this exponent has its integer in the low bits
-MAGIC = tl.constexpr(12582912.0)
-_MAGIC_BITS = tl.constexpr(0x4B400000)
+
+@triton.jit
+def _halves(word, like):
+    """The two fp16 values of a pair, in fp32; a number stands for that pair in every element of ``like``."""
+    word = word + tl.zeros(like.shape, tl.int32)
+    low = word.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
 
 
 @triton.jit
-def _rows_of_products(left, right, SIGNED: tl.constexpr, WORD: tl.constexpr):
-    """Twin of a product for the interpreter: left and right words of eight rows → two result registers."""
-    WARPS: tl.constexpr = left[0].shape[0] // 32
-    products = tl.zeros([WARPS, 8, 8], tl.float32)
-    for j in tl.static_range(len(left)):
-        a = tl.reshape(left[j], [WARPS, 8, 1, 4])
-        b = tl.reshape(right[j], [WARPS, 1, 8, 4])
-        if WORD == 1:
-            # tf32 has 10 bits of mantissa
-            a = (a.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
-            b = (b.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
-            products += tl.sum(a * b, 3)
-        else:
-            for i in tl.static_range(4):
-                if SIGNED:
-                    quant = (a << (24 - 8 * i)) >> 24
-                else:
-                    quant = (a >> (8 * i)) & 0xFF
-                products += tl.sum(quant * ((b << (24 - 8 * i)) >> 24), 3).to(tl.float32)
-    even, odd = tl.split(tl.reshape(products, [WARPS * 32, 2]))
-    return even, odd
+def _pair(low, high):
+    """Two fp32 values, rounded to fp16, as a pair."""
+    low = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    return (low & 0xFFFF) | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
-def multiply_int8(left, right, SIGNED: tl.constexpr):
-    """MAGIC + left x right: four fp32 registers, exact below 2^22.
-
-    left: four words (K = 32) or two (K = 16) of uint8 or (SIGNED) int8; right: two words or one of int8.
-    """
-    magic = tl.full(left[0].shape, _MAGIC_BITS, tl.int32)
+def fma_pair(a, b, c):
+    """a * b + c of pairs, rounded once."""
     if INTERPRETED:
-        if len(left) == 4:
-            upper = _rows_of_products((left[0], left[2]), right, SIGNED, 4)
-            lower = _rows_of_products((left[1], left[3]), right, SIGNED, 4)
-        else:
-            upper = _rows_of_products((left[0],), right, SIGNED, 4)
-            lower = _rows_of_products((left[1],), right, SIGNED, 4)
-        result = (upper[0] + MAGIC, upper[1] + MAGIC, lower[0] + MAGIC, lower[1] + MAGIC)
+        a0, a1 = _halves(a, a)
+        b0, b1 = _halves(b, a)
+        c0, c1 = _halves(c, a)
+        result = _pair(a0 * b0 + c0, a1 * b1 + c1)
     else:
-        if len(left) == 4:
-            operands = (left[0], left[1], left[2], left[3], right[0], right[1], magic)
-            if SIGNED:
-                bits = tl.inline_asm_elementwise(
-                    "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
-                    "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$10,$10,$10};",
-                    "=r,=r,=r,=r,r,r,r,r,r,r,r", operands, (tl.int32, tl.int32, tl.int32, tl.int32), True, 1,
-                )  # fmt: skip
-            else:
-                bits = tl.inline_asm_elementwise(
-                    "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
-                    "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$10,$10,$10};",
-                    "=r,=r,=r,=r,r,r,r,r,r,r,r", operands, (tl.int32, tl.int32, tl.int32, tl.int32), True, 1,
-                )  # fmt: skip
-        else:
-            tl.static_assert(SIGNED)
-            bits = tl.inline_asm_elementwise(
-                "mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 "
-                "{$0,$1,$2,$3}, {$4,$5}, {$6}, {$7,$7,$7,$7};",
-                "=r,=r,=r,=r,r,r,r,r", (left[0], left[1], right[0], magic),
-                (tl.int32, tl.int32, tl.int32, tl.int32), True, 1,
-            )  # fmt: skip
-        result = (
-            bits[0].to(tl.float32, bitcast=True), bits[1].to(tl.float32, bitcast=True),
-            bits[2].to(tl.float32, bitcast=True), bits[3].to(tl.float32, bitcast=True),
-        )  # fmt: skip
+        result = tl.inline_asm_elementwise(
+            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, True, 1
+        )
     return result
 
 
 @triton.jit
-def multiply_tf32(left, right, total):
-    """total + left x right: left four fp32 words (K = 8), right two, total four registers.
-
-    Only the upper 19 bits of a word count.
-    """
+def multiply_pair(a, b):
     if INTERPRETED:
-        upper = _rows_of_products((left[0], left[2]), right, True, 1)
-        lower = _rows_of_products((left[1], left[3]), right, True, 1)
+        a0, a1 = _halves(a, a)
+        b0, b1 = _halves(b, a)
+        result = _pair(a0 * b0, a1 * b1)
+    else:
+        result = tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+    return result
+
+
+@triton.jit
+def odd_bytes(word):
+    """Bytes 1 and 3 of a word as the bits of a pair."""
+    if INTERPRETED:
+        result = (word >> 8) & 0x00FF00FF
+    else:
+        result = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [word], tl.int32, True, 1)
+    return result
+
+
+@triton.jit
+def whole_number(value):
+    """A pair of twice the fp16 value of an int32 from 0 to 1023."""
+    if INTERPRETED:
+        result = _pair(value.to(tl.float32), value.to(tl.float32))
+    else:
+        # as low bits of 1024
+        bits = (value | 0x6400) * 0x10001
+        result = tl.inline_asm_elementwise(
+            "sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [bits, 0x64006400], tl.int32, True, 1
+        )
+    return result
+
+
+@triton.jit
+def _values(pairs):
+    """A tuple of words of every thread -> fp32 ``[warps, 8, 4, 2 words]``."""
+    WARPS: tl.constexpr = pairs[0].shape[0] // 32
+    first, second = _halves(pairs[0], pairs[0]), _halves(pairs[1], pairs[1])
+    values = tl.join(tl.join(first[0], first[1]), tl.join(second[0], second[1]))
+    return tl.reshape(values, [WARPS, 8, 16])
+
+
+@triton.jit
+def _rows_of_product(left, right):
+    """Twin of a product for the interpreter: pairs of eight rows and of eight columns -> two registers."""
+    WARPS: tl.constexpr = left[0].shape[0] // 32
+    a, b = _values(left), _values(right)
+    products = tl.sum(tl.expand_dims(a, 2) * tl.expand_dims(b, 1), 3)
+    return tl.split(tl.reshape(products, [WARPS * 32, 2]))
+
+
+@triton.jit
+def multiply_halves(left, right, total):
+    """total + left x right in fp32: four words, two words and four registers."""
+    if INTERPRETED:
+        upper = _rows_of_product((left[0], left[2]), right)
+        lower = _rows_of_product((left[1], left[3]), right)
         result = (upper[0] + total[0], upper[1] + total[1], lower[0] + total[2], lower[1] + total[3])
     else:
         result = tl.inline_asm_elementwise(
-            "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
             "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
             "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
             (left[0], left[1], left[2], left[3], right[0], right[1], total[0], total[1], total[2], total[3]),
@@ -110,36 +118,18 @@ def multiply_tf32(left, right, total):
 
 
 @triton.jit
-def scaled(value, scale, offset):
-    """scale * (value - MAGIC) in one instruction: offset = -MAGIC * scale, exact, as scale has 22 bits at
-    most.
-    """
+def largest_of_four(value):
+    """The largest of the (not negative) int32 values of lanes 4 g … 4 g + 3, in each of them."""
     if INTERPRETED:
-        result = (value - MAGIC) * scale
+        rows = tl.max(tl.reshape(value, [value.shape[0] // 4, 4]), 1)
+        result = tl.reshape(tl.broadcast_to(rows[:, None], [value.shape[0] // 4, 4]), [value.shape[0]])
     else:
-        result = tl.fma(value, scale, offset)
-    return result
-
-
-@triton.jit
-def byte_as_float(word, index):
-    """2^23 + byte ``index`` (0 to 3, one for all threads or one each) of a word, as fp32."""
-    if INTERPRETED:
-        bits = ((word >> (8 * index)) & 0xFF) | 0x4B000000
-    else:
-        bits = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [word, 0x4B000000, index + 0x7440], tl.int32, True, 1
-        )
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def byte_times(word, index: tl.constexpr, unit):
-    """Byte ``index`` of a word times an fp32 of 16 bits of mantissa at most, which makes it exact."""
-    if INTERPRETED:
-        result = ((word >> (8 * index)) & 0xFF).to(tl.float32) * unit
-    else:
-        result = tl.fma(byte_as_float(word, index), unit, unit * -8388608.0)
+        result = tl.inline_asm_elementwise(
+            "{ .reg .b32 other, most;"
+            " shfl.sync.bfly.b32 other, $1, 1, 31, 0xffffffff; max.s32 most, other, $1;"
+            " shfl.sync.bfly.b32 other, most, 2, 31, 0xffffffff; max.s32 $0, other, most; }",
+            "=r,r", [value], tl.int32, True, 1,
+        )  # fmt: skip
     return result
 
 
@@ -191,9 +181,14 @@ def load_vector(address, COUNT: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def hold_loads(lane):
-    """Keep ptxas from moving loads that stand above this place below it, to where their values are used."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [lane], tl.int32, False, 1
-        )
+def load_once(address, ALIGN: tl.constexpr):
+    """Four words likewise, which the L1 cache need not keep: no other program reads them."""
+    address = address.to(tl.pointer_type(tl.uint8))
+    if INTERPRETED or ALIGN < 16:
+        words = load_vector(address, 4, ALIGN)
+    else:
+        words = tl.inline_asm_elementwise(
+            "ld.global.L1::evict_first.v4.b32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,l",
+            [address.to(tl.int64)], (tl.int32, tl.int32, tl.int32, tl.int32), False, 1,
+        )  # fmt: skip
+    return words

@@ -106,8 +106,18 @@ def share(found: Tensor, expected: Tensor, allowed: Tensor | float) -> float:
     return float((error / bound).nan_to_num(torch.inf).max())
 
 
-def product_share(found: Tensor, x: Tensor, decoded: Tensor, extra: Tensor | float = 0.0) -> float:
-    """``share`` of a product of float64 ``x [M, K]`` with ``decoded [N, K]``, to which ``extra`` is added."""
+def product_share(
+    found: Tensor,
+    x: Tensor,
+    decoded: Tensor,
+    extra: Tensor | float = 0.0,
+    *,
+    rounding: Tensor | float = 0.0,
+) -> float:
+    """``share`` of a product of float64 ``x [M, K]`` with ``decoded [N, K]``, to which ``extra`` is added.
+
+    rounding: by how much more a result may be off than sums in fp32 make it.
+    """
     extra = torch.as_tensor(extra, dtype=torch.float64, device=x.device)
-    allowed = TOLERANCE * (x.abs() @ decoded.abs().T + extra.abs())
+    allowed = TOLERANCE * (x.abs() @ decoded.abs().T + extra.abs()) + rounding
     return share(found, x @ decoded.T + extra, allowed)

@@ -24,10 +24,10 @@ from realizar_torch.ops.normalization import normalize
 from realizar_torch.triton_kernels import matvec, quantize
 from realizar_torch.triton_kernels.configs import choose, choose_matmul
 from realizar_torch.triton_kernels.gate_up import ACTIVATIONS, gate_up, gate_up_int8
-from realizar_torch.triton_kernels.grouped import grouped
-from realizar_torch.triton_kernels.matmul import matmul_int8
-from realizar_torch.triton_kernels.matmul_gate_up import matmul_gate_up_int8
-from realizar_torch.triton_kernels.matmul_qkv import matmul_qkv_int8
+from realizar_torch.triton_kernels.grouped import Grouped, empty_grouped, ungrouped
+from realizar_torch.triton_kernels.matmul import matmul
+from realizar_torch.triton_kernels.matmul_gate_up import matmul_gate_up
+from realizar_torch.triton_kernels.matmul_qkv import matmul_qkv
 from realizar_torch.triton_kernels.qkv import qkv_int8
 
 # vectors for the matvecs, and for tensor cores, which take them in groups of eight
@@ -64,6 +64,23 @@ def _quantized(x: Tensor, matrix: Matrix) -> tuple[quantize.Int8Activations, Ten
     return parts, int8_values(parts[0], parts[1], matrix.in_features)
 
 
+def _grouped(x: Tensor, matrix: Matrix) -> tuple[Grouped, Tensor]:
+    """Likewise, for tensor cores."""
+    parts = quantize.quantize_activations(x, matrix.width, empty_grouped(len(x), matrix.width, x.device))
+    return parts, ungrouped(*parts[:2], len(x))[:, : matrix.in_features]
+
+
+def _rounding(fmt: str, x: Tensor, decoded: Tensor) -> Tensor:
+    """How far a tensor-core product of ``x`` may be off because its weights are fp16: see fragments.py."""
+    magnitudes = x.abs() @ decoded.abs().T
+    if get_packed_format(fmt).block_size == reference.ACTIVATION_BLOCK:
+        # half of 2^-24, of a step's power of two at 2^-10: of a scale and of its zero point too
+        largest = decoded.abs().amax(1)
+        return 2.0**-12 * magnitudes + 2.0**-14 * x.abs().sum(1, keepdim=True) * largest
+    # only scales of eight bits exceed eleven bits
+    return (2.0**-12 if fmt == "Q6_K" else 0.0) * magnitudes
+
+
 def _products(matrix: Matrix, device: torch.device) -> Iterator[Parity]:
     """Matvecs and the tensor-core product with bias and residual, launched as for the real number of rows."""
     blocks, decoded = matrix.sample(device)
@@ -80,16 +97,19 @@ def _products(matrix: Matrix, device: torch.device) -> Iterator[Parity]:
             y = matvec.matvec(x, weight, matrix.fmt, columns, bias, launch=launch, **options)
             error = product_share(y, x.double(), decoded, extra)
             yield Parity(device.type, "matvec float", *where, batch, error)
-        parts, seen = _quantized(x, matrix)
         operands = (weight, matrix.fmt, columns, bias)
         if batch in _SINGLE:
+            parts, seen = _quantized(x, matrix)
             launch = choose(matrix.fmt, matrix.rows, columns, batch, "int8")
             y = matvec.matvec_int8(*parts, *operands, launch=launch, **options)
+            error = product_share(y, seen, decoded, extra)
         else:
-            wide = choose_matmul(matrix.fmt, matrix.rows, columns, batch)
-            y = matmul_int8(*grouped(*parts), batch, *operands, launch=wide, **options)
-        name = "matvec int8" if batch in _SINGLE else "matmul int8"
-        yield Parity(device.type, name, *where, batch, product_share(y, seen, decoded, extra))
+            parts, seen = _grouped(x, matrix)
+            wide = choose_matmul(matrix.rows, columns, batch)
+            y = matmul(*parts, batch, *operands, launch=wide, **options)
+            error = product_share(y, seen, decoded, extra, rounding=_rounding(matrix.fmt, seen, decoded))
+        name = "matvec int8" if batch in _SINGLE else "matmul"
+        yield Parity(device.type, name, *where, batch, error)
 
 
 def _norms(width: int, shapes: Shapes, device: torch.device) -> Iterator[Parity]:
@@ -138,16 +158,20 @@ def _projections(projection: Sequence[Matrix], device: torch.device) -> Iterator
     bias = random_vectors(device, len(decoded), seed=3)
     shape = "+".join(str(matrix.rows) for matrix in projection) + f"x{columns}"
     for batch in (*_SINGLE, *_BATCHED):
-        parts, seen = _quantized(random_vectors(device, batch, columns), projection[0])
-        operands = (packed, fmts, columns, bias)
+        x, operands = random_vectors(device, batch, columns), (packed, fmts, columns, bias)
         if batch in _SINGLE:
+            parts, seen = _quantized(x, projection[0])
             launches = [choose(matrix.fmt, matrix.rows, columns, batch, "int8") for matrix in projection]
             y = qkv_int8(*parts, *operands, layouts=layouts, launches=launches)
+            error = product_share(y, seen, decoded, bias)
         else:
-            wide = choose_matmul(fmts[0], sum(matrix.rows for matrix in projection), columns, batch)
-            y = matmul_qkv_int8(*grouped(*parts), batch, *operands, layouts=layouts, launch=wide)
-        name = "qkv int8" if batch in _SINGLE else "matmul_qkv int8"
-        error = product_share(y, seen, decoded, bias)
+            parts, seen = _grouped(x, projection[0])
+            wide = choose_matmul(sum(matrix.rows for matrix in projection), columns, batch)
+            y = matmul_qkv(*parts, batch, *operands, layouts=layouts, launch=wide)
+            each = zip(fmts, samples, strict=True)
+            rounding = torch.cat([_rounding(fmt, seen, weights) for fmt, (_, weights) in each], 1)
+            error = product_share(y, seen, decoded, bias, rounding=rounding)
+        name = "qkv int8" if batch in _SINGLE else "matmul_qkv"
         yield Parity(device.type, name, "+".join(dict.fromkeys(fmts)), shape, batch, error)
 
 
@@ -165,8 +189,9 @@ def _pairs(matrix: Matrix, shapes: Shapes, device: torch.device) -> Iterator[Par
     operands = (gate, up, matrix.fmt, columns)
     for batch in (*_SINGLE, *_BATCHED):
         x = random_vectors(device, batch, columns) / 8
-        parts, seen = _quantized(x, matrix)
+        rounding: Sequence[Tensor | float] = (0.0, 0.0)
         if batch in _SINGLE:
+            parts, seen = _quantized(x, matrix)
             launch = choose(matrix.fmt, matrix.rows, columns, batch, "float")
             y = gate_up(x, *operands, launch=launch, **options)
             error = _gated_share(y, x.double(), both, activation)
@@ -174,15 +199,25 @@ def _pairs(matrix: Matrix, shapes: Shapes, device: torch.device) -> Iterator[Par
             launch = choose(matrix.fmt, matrix.rows, columns, batch, "int8", pair=True)
             y = gate_up_int8(*parts, *operands, launch=launch, **options)
         else:
-            wide = choose_matmul(matrix.fmt, 2 * matrix.rows, columns, batch)
-            y = matmul_gate_up_int8(*grouped(*parts), batch, *operands, launch=wide, **options)
-        name = "gate_up int8" if batch in _SINGLE else "matmul_gate_up int8"
-        yield Parity(device.type, name, *where, batch, _gated_share(y, seen, both, activation))
+            wide = choose_matmul(matrix.rows, columns, batch, pair=True)
+            parts, seen = _grouped(x, matrix)
+            y = matmul_gate_up(*parts, batch, *operands, launch=wide, **options)
+            rounding = [_rounding(matrix.fmt, seen, weights) for weights in both]
+        name = "gate_up int8" if batch in _SINGLE else "matmul_gate_up"
+        yield Parity(device.type, name, *where, batch, _gated_share(y, seen, both, activation, rounding))
 
 
-def _gated_share(found: Tensor, x: Tensor, decoded: Sequence[Tensor], activation: str) -> float:
+def _gated_share(
+    found: Tensor,
+    x: Tensor,
+    decoded: Sequence[Tensor],
+    activation: str,
+    rounding: Sequence[Tensor | float] = (0.0, 0.0),
+) -> float:
     gate, up = (x @ weights.T for weights in decoded)
-    gate_error, up_error = (TOLERANCE * (x.abs() @ weights.abs().T) for weights in decoded)
+    gate_error, up_error = (
+        TOLERANCE * (x.abs() @ weights.abs().T) + own for weights, own in zip(decoded, rounding, strict=True)
+    )
     if activation == "silu":
         active = torch.nn.functional.silu(gate)
     else:

@@ -13,7 +13,7 @@ from realizar_torch.nn.mlp import MLP, GatedMLP
 from realizar_torch.ops.cuda import INT8_MATVEC_ROWS, MATVEC_ROWS
 from realizar_torch.reference import ACTIVATION_BLOCK
 
-# int8 (q, scale, sums), for tensor cores in groups of eight vectors, or fp32 [B, features]
+# int8 (q, scale, sums), for tensor cores fp16 in groups of eight vectors, or fp32 [B, features]
 Activations = tuple[Tensor, Tensor, Tensor] | Tensor
 
 
@@ -27,7 +27,7 @@ class GpuLinears:
         self._groups = [slice(i, min(i + MATVEC_ROWS, batch)) for i in range(0, batch, MATVEC_ROWS)]
         one_launch = all(_one_launch(layer.mlp) for layer in model.layers)
         shape = (batch, model.config.intermediate_size)
-        self._up = None if one_launch else torch.zeros(shape, device=self._device)
+        self._up = None if one_launch else torch.zeros(shape, dtype=torch.float32, device=self._device)
         self._qkv_bias = {layer.self_attn: self._joined_bias(layer.self_attn) for layer in model.layers}
 
     def refresh(self) -> None:
@@ -41,13 +41,13 @@ class GpuLinears:
         self, linear: QuantizedLinear, x: Activations, out: Tensor, residual: Tensor | None = None
     ) -> Tensor:
         """out = linear(x) (+ residual, which may be ``out`` itself)."""
-        from realizar_torch.triton_kernels.matmul import matmul_int8
+        from realizar_torch.triton_kernels.matmul import matmul
         from realizar_torch.triton_kernels.matvec import matvec, matvec_int8
 
         operands = (linear.stored, linear.fmt, linear.in_features, linear.bias)
         if self.grouped:
             kind = {"layout": linear.layout, "dependent": self.dependent}
-            return matmul_int8(*x, self._batch, *operands, residual=residual, out=out, **kind)
+            return matmul(*x, self._batch, *operands, residual=residual, out=out, **kind)
         for rows in self._groups:
             options = {
                 "residual": None if residual is None else residual[rows],
@@ -63,7 +63,7 @@ class GpuLinears:
 
     def qkv(self, attention: Attention, x: Activations, out: Tensor) -> None:
         """out = [q(x), k(x), v(x)] with their biases."""
-        from realizar_torch.triton_kernels.matmul_qkv import matmul_qkv_int8
+        from realizar_torch.triton_kernels.matmul_qkv import matmul_qkv
         from realizar_torch.triton_kernels.qkv import qkv_int8
 
         linears = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -76,7 +76,7 @@ class GpuLinears:
             )
             kind = {"layouts": [linear.layout for linear in linears], "dependent": self.dependent}
             if self.grouped:
-                matmul_qkv_int8(*x, self._batch, *operands, out=out, **kind)
+                matmul_qkv(*x, self._batch, *operands, out=out, **kind)
                 return
             for rows in self._groups:
                 qkv_int8(*(part[rows] for part in x), *operands, out=out[rows], **kind)
@@ -100,7 +100,7 @@ class GpuLinears:
 
     def _gate_up(self, mlp: GatedMLP, x: Activations, out: Tensor) -> None:
         from realizar_torch.triton_kernels.gate_up import gate_up, gate_up_int8
-        from realizar_torch.triton_kernels.matmul_gate_up import matmul_gate_up_int8
+        from realizar_torch.triton_kernels.matmul_gate_up import matmul_gate_up
 
         gate, up = mlp.gate_proj, mlp.up_proj
         if not _one_launch(mlp):
@@ -112,7 +112,7 @@ class GpuLinears:
         weights = (gate.stored, up.stored, gate.fmt, gate.in_features)
         kind = {"activation": mlp.activation, "layout": gate.layout, "dependent": self.dependent}
         if self.grouped:
-            matmul_gate_up_int8(*x, self._batch, *weights, out=out, **kind)
+            matmul_gate_up(*x, self._batch, *weights, out=out, **kind)
             return
         for rows in self._groups:
             if isinstance(x, tuple):
@@ -136,16 +136,17 @@ class GpuLinears:
         return buffer.view(-1)[: self._batch * width].view(self._batch, width)
 
     def int8_view(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Room for int8 activations of ``width`` features in the workspace."""
+        """Room for int8 (or grouped) activations of ``width`` features in the workspace."""
         from realizar_torch.triton_kernels.grouped import grouped_shapes
 
         work = self._workspace
         if self.grouped:
+            halves = [buffer.view(-1).view(torch.float16) for buffer in (work.quants, work.sums)]
             shapes = zip(
-                (work.quants, work.scales, work.sums), grouped_shapes(self._batch, width), strict=True
+                (halves[0], work.scales.view(-1), halves[1]), grouped_shapes(self._batch, width), strict=True
             )
-            q, scale, sums = (buffer.view(-1)[: math.prod(shape)].view(shape) for buffer, shape in shapes)
-            return q, scale, sums
+            values, scale, sums = (buffer[: math.prod(shape)].view(shape) for buffer, shape in shapes)
+            return values, scale, sums
         blocks = width // ACTIVATION_BLOCK
         return (
             self.view(work.quants, width),
@@ -159,7 +160,7 @@ class GpuLinears:
         if all(linear.bias is None for linear in linears):
             return None
         parts = [
-            torch.zeros(linear.out_features, device=self._device)
+            torch.zeros(linear.out_features, dtype=torch.float32, device=self._device)
             if linear.bias is None
             else linear.bias.float()
             for linear in linears

@@ -55,14 +55,14 @@ class GpuProduct:
     def gated(self, x: Activations, pair: Tensor, out: Tensor, activation: str) -> Tensor:
         """act(W0·x) * (W1·x) -> out [M, out_features / 2], by way of ``pair`` [M, out_features]."""
         from realizar_torch.triton_kernels.gated import gated
-        from realizar_torch.triton_kernels.matmul_gate_up import matmul_gate_up_int8
+        from realizar_torch.triton_kernels.matmul_gate_up import matmul_gate_up
 
         if not self.takes_int8(len(out)):
             return gated(self(x, pair), out, activation=activation)
         gate, up = self._linears
         operands = (gate.stored, up.stored, gate.fmt, gate.in_features)
         kind = {"activation": activation, "layout": gate.layout, "out": out}
-        return matmul_gate_up_int8(*self._quantized(x), len(out), *operands, **kind)
+        return matmul_gate_up(*self._quantized(x), len(out), *operands, **kind)
 
     def takes_int8(self, rows: int) -> bool:
         """Whether so many rows are multiplied as int8, which a norm may then give: see ``int8_room``."""
@@ -77,19 +77,19 @@ class GpuProduct:
         return empty_grouped(rows, self.width, device)
 
     def _multiply_int8(self, x: Activations, out: Tensor) -> None:
-        from realizar_torch.triton_kernels.matmul import matmul_int8
-        from realizar_torch.triton_kernels.matmul_qkv import matmul_qkv_int8
+        from realizar_torch.triton_kernels.matmul import matmul
+        from realizar_torch.triton_kernels.matmul_qkv import matmul_qkv
 
         first = self._linears[0]
         quantized = self._quantized(x)
         if len(self._linears) == 1:
             operands = (first.stored, first.fmt, first.in_features)
-            matmul_int8(*quantized, len(out), *operands, out=out, layout=first.layout)
+            matmul(*quantized, len(out), *operands, out=out, layout=first.layout)
             return
         weights, fmts, layouts = zip(
             *((one.stored, one.fmt, one.layout) for one in self._linears), strict=True
         )
-        matmul_qkv_int8(*quantized, len(out), weights, fmts, first.in_features, layouts=layouts, out=out)
+        matmul_qkv(*quantized, len(out), weights, fmts, first.in_features, layouts=layouts, out=out)
 
     def _quantized(self, x: Activations) -> tuple[Tensor, Tensor, Tensor]:
         from realizar_torch.triton_kernels.quantize import quantize_activations

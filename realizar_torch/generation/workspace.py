@@ -30,8 +30,8 @@ class Workspace:
 
     ``hidden``, ``narrow`` and ``wide`` [B, max(hidden, q_dim, intermediate)] hold the residual stream and the
     activations on their way, ``qkv`` [B, q_dim + 2·kv_dim] the attention inputs, ``logits`` [B, vocab_size]
-    the result of a step; ``quants`` int8, ``scales`` [B, width/32] and ``sums`` [B, width/16] quantized
-    activations, B in whole groups of eight. Pointers stay valid until ``ensure`` returns True or ``clear`` is
+    the result of a step; ``quants`` int8 [B, 2·width], ``scales`` [B, width/32] and ``sums`` [B, width/16]
+    activations in int8 or grouped fp16, B in whole groups of eight. Pointers stay valid until ``ensure`` returns True or ``clear`` is
     called.
     """
 
@@ -71,7 +71,7 @@ class Workspace:
             setattr(self, name, self._buffer(batch_size, width))
         # tensor cores take vectors in whole groups
         rows = -(-batch_size // _GROUP) * _GROUP
-        self.quants = self._buffer(rows, width, torch.int8)
+        self.quants = self._buffer(rows, 2 * width, torch.int8)
         self.scales = self._buffer(rows, width // ACTIVATION_BLOCK)
         self.sums = self._buffer(rows, 2 * width // ACTIVATION_BLOCK)
         self.qkv = self._buffer(batch_size, padded_width(config.q_dim + 2 * config.kv_dim))

@@ -21,7 +21,7 @@ from realizar_torch.reference import ACTIVATION_BLOCK
 
 # More rows than this leave the memory limit of a matvec; the kernels take no more.
 MATVEC_ROWS = 8
-# More int8 rows than this are a product on tensor cores.
+# More rows of int8 activations than this are a product on tensor cores, which takes them in fp16.
 INT8_MATVEC_ROWS = 4
 
 
@@ -77,11 +77,10 @@ def linear_quantized(
     spec = checks.check_linear_quantized(q, scale, sums, weight, fmt, in_features, bias, layout)
     lead, weight = q.shape[:-1], _addressable(weight)
     q, scale, sums = (part.reshape(-1, part.shape[-1]).contiguous() for part in (q, scale, sums))
-    if _int8_takes(q):
-        from realizar_torch.triton_kernels.grouped import grouped
+    if len(q) <= MATVEC_ROWS:
+        from realizar_torch.triton_kernels.matvec import matvec_int8
 
-        parts = (q, scale, sums) if len(q) <= INT8_MATVEC_ROWS else grouped(q, scale, sums)
-        y = _int8_product(parts, len(q), weight, spec, in_features, bias, layout, torch.float32)
+        y = matvec_int8(q, scale, sums, weight, spec.name, in_features, _float(bias), layout=layout)
     else:
         x = q.to(torch.float32) * scale.repeat_interleave(ACTIVATION_BLOCK, -1)
         y = _matmul(x[:, :in_features], weight, spec, bias, layout)
@@ -168,18 +167,18 @@ def _int8_product(
     layout: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Of ``count`` quantized rows, grouped where they are more than INT8_MATVEC_ROWS."""
-    from realizar_torch.triton_kernels.matmul import matmul_int8
+    """Of ``count`` rows, int8 or (more than INT8_MATVEC_ROWS) grouped."""
+    from realizar_torch.triton_kernels.matmul import matmul
     from realizar_torch.triton_kernels.matvec import matvec_int8
 
     operands = (weight, spec.name, in_features, _float(bias))
     if count <= INT8_MATVEC_ROWS:
         return matvec_int8(*q, *operands, out_dtype=dtype, layout=layout)
-    return matmul_int8(*q, count, *operands, out_dtype=dtype, layout=layout)
+    return matmul(*q, count, *operands, out_dtype=dtype, layout=layout)
 
 
 def _room(rows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Where the int8 form of ``rows`` goes; None: rows as they come."""
+    """Where the grouped form of ``rows`` goes; None: int8 rows as they come."""
     from realizar_torch.triton_kernels.grouped import empty_grouped
 
     return None if len(rows) <= INT8_MATVEC_ROWS else empty_grouped(len(rows), width, rows.device)
