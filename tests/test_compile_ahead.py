@@ -48,6 +48,11 @@ def test_nothing_is_compiled_twice(found):
     assert {what for what, _ in events} == {"launched"}
 
 
+def test_no_token_waits_for_dynamo(found):
+    """It takes as long to import as all kernels take to load from Triton's cache."""
+    assert not found["dynamo"]
+
+
 def test_a_kernel_that_does_not_compile_is_an_error_where_it_is_launched(found):
     assert found["refused"] == "_gated_kernel does not compile"
 

@@ -92,14 +92,9 @@ class GpuStep:
         self._scratch = attention_scratch(
             batch, config.num_heads, config.num_kv_heads, config.head_dim, cache.max_seq_len, device
         )
-        # made here and not by a decorator: it imports Dynamo, which takes longer than loading a model
-        self._untraced_run = torch.compiler.disable(GpuStep._run)
 
     def run(self, token_ids: Tensor) -> Tensor:
-        """token_ids int64 [B] -> fp32 logits [B, V], valid until the next step; never traced by Dynamo."""
-        return self._untraced_run(self, token_ids)
-
-    def _run(self, token_ids: Tensor) -> Tensor:
+        """token_ids int64 [B] -> fp32 logits [B, V], valid until the next step."""
         self.tokens.copy_(token_ids)
         self.place()
         self.launch()
