@@ -84,7 +84,7 @@ def sweep(formats: list[str], batches: list[int], limit: float) -> list[dict[str
         results = [(case.microseconds("int8", launch), launch) for launch in launches(batch)]
         right = sorted(((t, s) for t, s in results if t is not None), key=lambda item: item[0])
         best = "  ".join(
-            f"{t:.1f}us {case.nbytes / t / 1e3 / limit:4.0%} {s.columns}c{s.row_warps}r{s.k_warps}k{s.registers}"
+            f"{t:.1f}us {case.nbytes / t / 1e3 / limit:4.0%} {s.row_warps}r{s.k_warps}k {s.registers}"
             for t, s in right
         )
         wrong = len(results) - len(right)

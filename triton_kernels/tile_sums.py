@@ -154,7 +154,7 @@ def tile_sums(
     """rows · activations of N groups (grouped.py): N x tiles x 4 tensors ``[threads]``, not summed over
     warps.
 
-    rows: two pointers per tile. Nothing is loaded ahead: many warps hide more, and the registers of a step are
+    rows: two pointers per tile. Nothing is loaded ahead: many warps hide more, and registers for a step are
     half of what they have.
     """
     TILES: tl.constexpr = len(rows) // 2

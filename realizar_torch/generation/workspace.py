@@ -31,8 +31,8 @@ class Workspace:
     ``hidden``, ``narrow`` and ``wide`` [B, max(hidden, q_dim, intermediate)] hold the residual stream and the
     activations on their way, ``qkv`` [B, q_dim + 2·kv_dim] the attention inputs, ``logits`` [B, vocab_size]
     the result of a step; ``quants`` int8 [B, 2·width], ``scales`` [B, width/32] and ``sums`` [B, width/16]
-    activations in int8 or grouped fp16, B in whole groups of eight. Pointers stay valid until ``ensure`` returns True or ``clear`` is
-    called.
+    activations in int8 or grouped fp16, B in whole groups of eight. Pointers stay valid until ``ensure``
+    returns True or ``clear`` is called.
     """
 
     hidden: Tensor
