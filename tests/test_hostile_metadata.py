@@ -20,7 +20,6 @@ GGUF_VALUES: tuple[Any, ...] = (
     2**32 - 1,
     Typed("u64", 2**64 - 1),
     -1.0,
-    1e-45,
     3e38,
     float("nan"),
     float("inf"),
@@ -28,9 +27,7 @@ GGUF_VALUES: tuple[Any, ...] = (
     "x",
     ["a", "b"],
     [1, 2, 3],
-    [0.5, -1.0],
     [True, False],
-    Typed("u8", []),
     Typed("string", []),
 )
 # keys that the tiny file does not have

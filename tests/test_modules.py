@@ -15,7 +15,6 @@ from realizar_torch.formats import get_format
 from realizar_torch.nn.attention import Attention, AttentionInputs
 from realizar_torch.nn.mlp import GatedMLP
 from realizar_torch.nn.norm import LayerNorm, RMSNorm
-from realizar_torch.nn.projection import project
 
 
 def _linear(fmt: str = "Q4_K", rows: int = 33, columns: int = 300, **kwargs) -> rt.QuantizedLinear:
@@ -379,26 +378,3 @@ def test_zero_centered_norm_adds_one_to_the_stored_weight() -> None:
     x = torch.randn(3, 16)
     assert torch.equal(norm(x), plain(x))
     assert not torch.equal(RMSNorm(16)(x), plain(x))
-
-
-# --- linears that share an input
-
-
-@torch.no_grad()
-def test_activations_are_quantized_once_for_formats_of_one_width() -> None:
-    """Each result is the module's own; 300 columns are padded to 512 for K-quants and to 320 for Q8_0."""
-    linears = [_linear(fmt, activations="int8") for fmt in ("Q4_K", "Q8_0", "Q6_K")]
-    x = random_activations(2, 3, 300)
-    with rt.record_dispatch() as metrics:
-        outputs = project(x, linears)
-    assert metrics.summary("quantize_activations").count == 2
-    assert all(torch.equal(y, linear(x)) for y, linear in zip(outputs, linears, strict=True))
-
-
-@torch.no_grad()
-def test_hooks_of_linears_that_share_an_input_see_the_input() -> None:
-    linears, seen = [_linear(activations="int8") for _ in "qk"], []
-    linears[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    x = random_activations(2, 3, 300)
-    project(x, linears)
-    assert len(seen) == 1 and seen[0] is x

@@ -68,8 +68,7 @@ def test_ops_keep_their_bits(other_default: Callable[[], None]) -> None:
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("activations", ["int8", "float"])
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize(("activations", "kv_dtype"), [("int8", None), ("float", None), ("int8", "int8")])
 def test_generation_keeps_its_ids(
     activations: str, kv_dtype: str | None, tiny_path: Any, other_default: Callable[[], None]
 ) -> None:
