@@ -93,3 +93,12 @@ def test_generation_keeps_its_ids(
     batch.add("the cat", tokenizer=tokenizer, max_new_tokens=8)
     assert [completion.text for completion in batch] == [text]
     assert open_gguf(tiny_path).read("output_norm.weight").dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_doctor_raises_no_false_alarm(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        assert rt.doctor().ok
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -39,14 +39,16 @@ class _Case:
         generator = torch.Generator().manual_seed(batch)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator).to(device)
+            return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
         self.config, self.window, self.dtype = config, min(window, _CAPACITY // 2), dtype
         self.positions = torch.tensor(_POSITIONS[-batch:], device=device)
         heads, dim = config.num_heads + 2 * config.num_kv_heads, config.head_dim
         self.qkv = normal(batch, heads * dim)
         self.k, self.v = (normal(batch, config.num_kv_heads, _CAPACITY, dim).to(dtype) for _ in "kv")
-        angles = 3 * torch.rand(_CAPACITY, config.rotary_dim // 2, generator=generator).to(device)
+        angles = 3 * torch.rand(
+            _CAPACITY, config.rotary_dim // 2, generator=generator, dtype=torch.float32, device="cpu"
+        ).to(device)
         self.cos, self.sin = angles.cos(), angles.sin()
         gains = {name: 1 + 0.1 * normal(dim) for name in ("q_norm", "k_norm")}
         # other norms are launches of their own

@@ -74,7 +74,8 @@ def random_blocks(fmt: str, rows: int, in_features: int, seed: int = 0) -> Tenso
     for field in spec.fields:
         if field.kind == "f16":
             signs = 2 * torch.randint(0, 2, (count, field.count), generator=generator) - 1
-            scales[field.name] = signs * torch.exp2(2 * torch.rand(count, field.count, generator=generator))
+            exponents = 2 * torch.rand(count, field.count, generator=generator, dtype=torch.float32)
+            scales[field.name] = signs * torch.exp2(exponents)
     for factor in (1.0, None):
         if factor is None:
             sample = reference.dequantize(blocks[:_SAMPLE_BLOCKS], spec, None, torch.float64)
@@ -88,7 +89,7 @@ def random_blocks(fmt: str, rows: int, in_features: int, seed: int = 0) -> Tenso
 
 def random_vectors(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
     """Normal numbers, fp32, with one channel that is 26 times larger, as real activations have."""
-    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
     x[..., shape[-1] // 3] *= 26
     return x.to(device)
 

@@ -74,7 +74,7 @@ class RandomSource(SourceView):
         if info.fmt.packed:
             rows = torch.Size(lead).numel()
             return random_blocks(info.fmt.name, rows, columns, seed).view(*lead, -1)
-        normal = torch.randn(info.shape, generator=torch.Generator().manual_seed(seed))
+        normal = torch.randn(info.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
         if lead:
             return (normal * columns**-0.5).to(_FLOATS[info.fmt.name])
         near_one = not name.endswith(".bias")
