@@ -44,7 +44,7 @@ class ModuleLinears(GpuLinears):
 def small(monkeypatch):
     """Sizes that the interpreter runs in seconds, products by the modules."""
     if DEVICE.type == "cpu":
-        sizes = {"LAYERS": 1, "HIDDEN": 32, "INNER": 64, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 24}
+        sizes = {"HIDDEN": 32, "INNER": 64, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 24}
         for name, size in (sizes | {"WINDOW": 5}).items():
             monkeypatch.setattr(random_models, name, size)
         monkeypatch.setattr(gpu_product, "MATVEC_ROWS", 10**6)
@@ -91,7 +91,10 @@ def rms(x):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
-def test_equals_the_modules_with_left_padding(tmp_path, arch, kind):
+def test_equals_the_modules_with_left_padding(tmp_path, monkeypatch, arch, kind):
+    # an element that a last bit moves, moves by a step, where rounding errs by 1/sqrt(12) of one: 0.3 for one
+    # in 130, and every layer moves some behind it
+    monkeypatch.setattr(random_models, "LAYERS", 2)
     model = load(tmp_path / "m.gguf", arch)
     ids = torch.randint(3, 250, (2, TOKENS + STEPS), generator=torch.Generator().manual_seed(5)).to(DEVICE)
     mask = torch.ones_like(ids[:, :TOKENS])
@@ -100,7 +103,6 @@ def test_equals_the_modules_with_left_padding(tmp_path, arch, kind):
         exact = by_modules(model, ids, mask, torch.float32)
         expected = by_modules(model, ids, mask, kind)
         found = by_kernels(model, ids, mask, kind)
-    # the same elements, but for the few that a last bit moves, and queries of fp16
     assert 0 < rms(found - expected) <= 0.3 * rms(expected - exact)
 
 
