@@ -1,5 +1,7 @@
 """GpuStep: a Transformer's decode step as a fixed list of kernel launches on static buffers."""
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,9 +94,13 @@ class GpuStep:
         self._scratch = attention_scratch(
             batch, config.num_heads, config.num_kv_heads, config.head_dim, cache.max_seq_len, device
         )
+        self._untraced_run = _untraced(GpuStep._run)
 
     def run(self, token_ids: Tensor) -> Tensor:
-        """token_ids int64 [B] -> fp32 logits [B, V], valid until the next step."""
+        """token_ids int64 [B] -> fp32 logits [B, V], valid until the next step; never traced by Dynamo."""
+        return self._untraced_run(self, token_ids)
+
+    def _run(self, token_ids: Tensor) -> Tensor:
         self.tokens.copy_(token_ids)
         self.place()
         self.launch()
@@ -103,8 +109,11 @@ class GpuStep:
 
     @torch.inference_mode()
     def refresh(self) -> None:
-        """Takes over q, k and v biases written to since: of no other weight does the step hold a copy."""
+        """Takes over what has changed since the last generation: q, k and v biases, of which alone the step
+        holds a copy, and Dynamo.
+        """
         self._linears.refresh()
+        self._untraced_run = _untraced(GpuStep._run)
 
     def place(self) -> None:
         """Tells the device where the cache ends, unless it has counted to there itself."""
@@ -292,3 +301,10 @@ def _look_up(table: Any, ids: Tensor, out: Tensor) -> None:
         embedding(ids, table.stored, table.fmt, table.embedding_dim, out=out, layout=table.layout)
     else:
         torch.index_select(table.weight, 0, ids, out=out)
+
+
+def _untraced(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function, hidden from Dynamo where that is imported, as it is by who compiles: importing it here
+    would take longer than loading a model.
+    """
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function

@@ -162,7 +162,7 @@ class Transformer(nn.Module):
         if config.embedding_scale != 1.0:
             x = x * config.embedding_scale
         for index, layer in enumerate(self.layers):
-            x = layer(x, inputs[config.is_sliding(index)], cache, index)
+            x = layer(x, inputs[int(config.is_sliding(index))], cache, index)
         if cache is not None:
             cache.advance(count)
         return ModelOutput(self.logits(x[:, -logits_to_keep:]))
