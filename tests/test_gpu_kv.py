@@ -3,8 +3,8 @@
 import pytest
 import random_models
 import torch
+from module_linears import ModuleLinears
 from random_models import write_random_model
-from torch.nn import functional
 
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.models.loading import load_transformer
@@ -13,7 +13,6 @@ from realizar_torch.nn.kv_cache import KVCache
 pytest.importorskip("triton")
 
 from realizar_torch.generation import gpu_product, gpu_step, prompt_graph
-from realizar_torch.generation.gpu_linears import GpuLinears
 from realizar_torch.generation.gpu_prompt import GpuPrompt
 from realizar_torch.generation.gpu_step import GpuStep
 from realizar_torch.generation.workspace import Workspace
@@ -22,22 +21,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KINDS = [torch.int8, torch.float8_e4m3fn]
 # tokens of a prompt, its padding, and steps behind it; the window of gemma3 is 5 or 16
 TOKENS, PADDING, STEPS = (9, 2, 2) if DEVICE.type == "cpu" else (45, 9, 12)
-
-
-class ModuleLinears(GpuLinears):
-    """The step's products by the modules: in the interpreter they take longer than all else."""
-
-    def linear(self, linear, x, out, residual=None):
-        return out.copy_(linear(x) if residual is None else linear(x) + residual)
-
-    def qkv(self, attention, x, out):
-        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-        out.copy_(torch.cat([part(x) for part in parts], 1))
-
-    def mlp(self, mlp, x):
-        gate = mlp.gate_proj(x)
-        silu = mlp.activation == "silu"
-        return (functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")) * mlp.up_proj(x)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 import pytest
 import random_models
 import torch
+from module_linears import ModuleLinears
 from random_models import write_random_model
 
 from realizar_torch.checkpoint.gguf import open_gguf
@@ -12,10 +13,11 @@ from realizar_torch.nn.kv_cache import KVCache
 pytest.importorskip("triton")
 
 from realizar_torch.errors import BackendUnavailableError
-from realizar_torch.generation import gpu_product, gpu_prompt, prompt_graph
+from realizar_torch.generation import gpu_product, gpu_prompt, gpu_step, prompt_graph
 from realizar_torch.generation.gpu_prompt import GpuPrompt
 from realizar_torch.generation.graph import GraphStats
 from realizar_torch.generation.prompt_rows import FixedRows, Piece, passes, rows_of
+from realizar_torch.generation.workspace import Workspace
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # fp32 on both sides, logits of size 10 from sums of up to 288 terms in other orders
@@ -302,16 +304,16 @@ def test_a_failed_capture_falls_back_with_one_warning(tmp_path, monkeypatch):
     assert len(caught) == 1 and "injected" in prompt.stats.fallback
 
 
-def test_decoding_goes_on_where_the_prompt_ends(tmp_path):
-    from realizar_torch.generation.gpu_step import GpuStep
-    from realizar_torch.generation.workspace import Workspace
-
+def test_decoding_goes_on_where_the_prompt_ends(tmp_path, monkeypatch):
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(gpu_step, "GpuLinears", ModuleLinears)
     model, ids = load(tmp_path, "llama"), ids_of(1, TOKENS)
     with torch.inference_mode():
         expected = model(ids, logits_to_keep=1).logits[:, -1]
         cache = fresh_cache(model, 1)
         run(model, ids[:, :-1], None, cache)
-        found = GpuStep(model, cache, Workspace.for_model(model.config, 1, device=DEVICE)).run(ids[:, -1])
+        work = Workspace.for_model(model.config, 1, device=DEVICE)
+        found = gpu_step.GpuStep(model, cache, work).run(ids[:, -1])
     assert (found - expected).abs().max() <= TOLERANCE
 
 
