@@ -67,7 +67,7 @@ def check_grouped(
 @triton.jit
 def store_grouped(rows, step, steps, row, values, scale, sums):
     """Store ``rows [S, 16, 16]`` fp32, S steps of vector ``row``, as above; a NaN or infinity makes the
-    scale NaN.
+    scale NaN. Single halves would be eight partial writes to a sector of the L2 cache.
     """
     # bit patterns of |x| order like the values, and NaN lies above infinity
     bits = tl.max(tl.max(tl.abs(rows).to(tl.int32, bitcast=True), 2), 1)
@@ -80,13 +80,14 @@ def store_grouped(rows, step, steps, row, values, scale, sums):
     inside = step < steps
     at = row // 8 * steps + step
     tl.store(scale + at * 8 + row % 8, exact, mask=inside)
-    k = 16 * tl.arange(0, 16)[None, :, None] + tl.arange(0, 16)[None, None, :]
-    # ORDER
-    slot = k % 8 // 4 * 4 + k % 2 * 2 + k % 4 // 2
-    place = (at[:, None, None] * 8 + k // 8 % 8) * 32 + row % 8 * 4 + k // 64
-    tl.store(values + place * 8 + slot, small, mask=inside[:, None, None])
+    # ORDER: the last two bits of an activation's number change places
+    eighths = tl.permute(tl.reshape(small, [step.shape[0] * 32, 2, 2, 2]), (0, 1, 3, 2))
+    eighth = tl.arange(0, 32)[None, :, None]
+    place = ((at[:, None, None] * 8 + eighth % 8) * 32 + row % 8 * 4 + eighth // 8) * 8
+    place += tl.arange(0, 8)[None, None, :]
+    tl.store(values + place, tl.reshape(eighths, [step.shape[0], 32, 8]), mask=inside[:, None, None])
     total = tl.sum(small.to(tl.float32), 2)
     high = total.to(tl.float16)
-    place = sums + 2 * (((at * 8 + row % 8) * 16)[:, None] + tl.arange(0, 16)[None, :])
-    tl.store(place, high, mask=inside[:, None])
-    tl.store(place + 1, (total - high.to(tl.float32)).to(tl.float16), mask=inside[:, None])
+    both = tl.join(high, (total - high.to(tl.float32)).to(tl.float16))
+    place = (((at * 8 + row % 8) * 16)[:, None] + tl.arange(0, 16)[None, :])[:, :, None] * 2
+    tl.store(sums + place + tl.arange(0, 2)[None, None, :], both, mask=inside[:, None, None])
