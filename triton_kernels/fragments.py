@@ -68,7 +68,7 @@ def step_blocks(fmt):
 
 @triton.jit
 def piece_of(t, c: tl.constexpr, FMT: tl.constexpr):
-    """Which eight weights of a step are piece ``c`` of unit ``t``, as (u, i): the i-th of the 64 from 64 u."""
+    """Which eight weights of a step are piece ``c`` of unit ``t``: (u, i), the i-th of the 64 from 64 u."""
     if run_units(FMT) == 2:
         # plane c // 2 of a half of 128 weights: 32 weights, of which a unit has 16
         return t // 2 * 2 + c // 4, c // 2 % 2 * 4 + t % 2 * 2 + c % 2
