@@ -36,7 +36,7 @@ def load(tmp_path, variant, activations="float", dtype=torch.float32):
 def small(monkeypatch):
     """Sizes that the interpreter runs in seconds: one layer, heads 2:1."""
     if DEVICE.type == "cpu":
-        sizes = {"LAYERS": 1, "HIDDEN": 32, "INNER": 64, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 24}
+        sizes = {"LAYERS": 1, "HIDDEN": 32, "INNER": 32, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 8}
         for name, size in sizes.items():
             monkeypatch.setattr(random_models, name, size)
 
