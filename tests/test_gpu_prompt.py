@@ -127,9 +127,9 @@ def test_few_rows_are_far_nearer_to_exact_keys_and_values_than_int8(tmp_path, mo
     monkeypatch.setattr(prompt_graph, "rehearse", lambda *works: None)
     ids, model, products = ids_of(1, 9), load(tmp_path, "llama", "int8"), []
     exact_model, on_cpu = load(tmp_path, "llama"), load(tmp_path, "llama", "int8").cpu()
-    multiply = gpu_product.GpuProduct._quantized
+    multiply = gpu_product.GpuProduct._in_groups
     monkeypatch.setattr(
-        gpu_product.GpuProduct, "_quantized", lambda self, x: products.append(x) or multiply(self, x)
+        gpu_product.GpuProduct, "_in_groups", lambda self, x: products.append(x) or multiply(self, x)
     )
     cache, exact = (fresh_cache(model, 1) for _ in range(2))
     modules = KVCache(model.config, 1, 96, device="cpu")

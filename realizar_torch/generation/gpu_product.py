@@ -9,7 +9,7 @@ from torch import Tensor
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.ops.cuda import MATVEC_ROWS
 
-# floats [M, in_features], or where they are taken (q, scale, sums) in groups of eight vectors
+# floats [M, in_features], or where they are taken (values, scale, sums) in groups of eight vectors
 Activations = Any
 
 
@@ -17,7 +17,7 @@ class GpuProduct:
     """[W0; W1; …]·x + their biases. Holds addresses of the weights; biases are read at every call.
 
     Up to a few dozen rows for linears of int8 activations, tensor cores multiply the packed weights with
-    int8; more rows are multiplied with decoded weights.
+    grouped fp16 activations; more rows are multiplied with decoded weights.
     """
 
     def __init__(self, *linears: QuantizedLinear):
@@ -33,14 +33,14 @@ class GpuProduct:
         alike = (first.fmt, first.layout) == (last.fmt, last.layout)
         # a pair must make act(gate) * up in one launch
         one_launch = len(linears) != 2 or (alike and first.bias is None and last.bias is None)
-        self._int8 = one_launch and all(linear.activations == "int8" for linear in linears)
+        self._grouped = one_launch and all(linear.activations == "int8" for linear in linears)
 
     def __call__(self, x: Activations, out: Tensor) -> Tensor:
         """x [M, in_features] -> out [M, out_features], of one float dtype."""
         from realizar_torch.triton_kernels.decoded import decoded_matmul
 
-        if self.takes_int8(len(out)):
-            self._multiply_int8(x, out)
+        if self.takes_grouped(len(out)):
+            self._multiply_grouped(x, out)
         elif len(out) <= MATVEC_ROWS:
             return torch.cat([linear(x) for linear in self._linears], dim=1, out=out)
         else:
@@ -57,43 +57,43 @@ class GpuProduct:
         from realizar_torch.triton_kernels.gated import gated
         from realizar_torch.triton_kernels.matmul_gate_up import matmul_gate_up
 
-        if not self.takes_int8(len(out)):
+        if not self.takes_grouped(len(out)):
             return gated(self(x, pair), out, activation=activation)
         gate, up = self._linears
         operands = (gate.stored, up.stored, gate.fmt, gate.in_features)
         kind = {"activation": activation, "layout": gate.layout, "out": out}
-        return matmul_gate_up(*self._quantized(x), len(out), *operands, **kind)
+        return matmul_gate_up(*self._in_groups(x), len(out), *operands, **kind)
 
-    def takes_int8(self, rows: int) -> bool:
-        """Whether so many rows are multiplied as int8, which a norm may then give: see ``int8_room``."""
+    def takes_grouped(self, rows: int) -> bool:
+        """Whether so many rows are multiplied in groups, which a norm may then give: see ``room``."""
         from realizar_torch.triton_kernels.configs import MATMUL_ROWS
 
-        return self._int8 and MATVEC_ROWS < rows <= MATMUL_ROWS
+        return self._grouped and MATVEC_ROWS < rows <= MATMUL_ROWS
 
-    def int8_room(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """(q, scale, sums) for ``rows`` vectors, uninitialised."""
+    def room(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """(values, scale, sums) for ``rows`` vectors, uninitialised."""
         from realizar_torch.triton_kernels.grouped import empty_grouped
 
         return empty_grouped(rows, self.width, device)
 
-    def _multiply_int8(self, x: Activations, out: Tensor) -> None:
+    def _multiply_grouped(self, x: Activations, out: Tensor) -> None:
         from realizar_torch.triton_kernels.matmul import matmul
         from realizar_torch.triton_kernels.matmul_qkv import matmul_qkv
 
         first = self._linears[0]
-        quantized = self._quantized(x)
+        grouped = self._in_groups(x)
         if len(self._linears) == 1:
             operands = (first.stored, first.fmt, first.in_features)
-            matmul(*quantized, len(out), *operands, out=out, layout=first.layout)
+            matmul(*grouped, len(out), *operands, out=out, layout=first.layout)
             return
         weights, fmts, layouts = zip(
             *((one.stored, one.fmt, one.layout) for one in self._linears), strict=True
         )
-        matmul_qkv(*quantized, len(out), weights, fmts, first.in_features, layouts=layouts, out=out)
+        matmul_qkv(*grouped, len(out), weights, fmts, first.in_features, layouts=layouts, out=out)
 
-    def _quantized(self, x: Activations) -> tuple[Tensor, Tensor, Tensor]:
+    def _in_groups(self, x: Activations) -> tuple[Tensor, Tensor, Tensor]:
         from realizar_torch.triton_kernels.quantize import quantize_activations
 
         if isinstance(x, tuple):
             return x
-        return quantize_activations(x, self.width, self.int8_room(len(x), x.device))
+        return quantize_activations(x, self.width, self.room(len(x), x.device))

@@ -125,9 +125,9 @@ class PromptPass:
         source, added = self._stream, {}
         if addition is not None:
             source, added = addition, {"residual": self._stream, "total": self._stream}
-        if not reader.takes_int8(self._rows):
+        if not reader.takes_grouped(self._rows):
             return _normalized(norm, source, self._part("narrow"), **added)
-        room = reader.int8_room(self._rows, source.device)
+        room = reader.room(self._rows, source.device)
         options = _kind(norm) | added
         return norm_quantize(source, norm.weight, norm.bias, width=reader.width, out=room, **options)
 
