@@ -1,5 +1,6 @@
 """project: linears that share an input quantize it once, and each gives what it gives alone."""
 
+import pytest
 import torch
 from cases import random_activations, random_blocks
 
@@ -30,3 +31,12 @@ def test_hooks_of_linears_that_share_an_input_see_the_input() -> None:
     x = random_activations(2, 3, 300)
     project(x, linears)
     assert len(seen) == 1 and seen[0] is x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [4, 5, 9, 65])
+@torch.no_grad()
+def test_each_result_on_a_gpu_is_the_modules_own_for_any_number_of_rows(rows: int) -> None:
+    linears = [int8_linear(fmt).cuda() for fmt in ("Q4_K", "Q8_0", "Q6_K")]
+    x = random_activations(rows, 300).cuda()
+    assert all(torch.equal(y, linear(x)) for y, linear in zip(project(x, linears), linears, strict=True))

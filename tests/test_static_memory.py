@@ -1,11 +1,14 @@
 """Workspace and cache are allocated once and only grow: sizes, addresses, what a smaller request keeps."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from realizar_torch.errors import FormatError
+from realizar_torch.generation.gpu_state import GpuStates
 from realizar_torch.generation.workspace import Workspace
 from realizar_torch.nn.kv_cache import KVCache
 
@@ -84,3 +87,27 @@ def test_sequences_of_a_smaller_batch_are_the_first_rows():
     cache.append(0, key, key)
     cache.ensure(1, 4)
     assert torch.equal(cache.keys[0, :, :, :1], key[:1])
+
+
+def test_idle_states_go_with_their_owner():
+    """Without waiting for the cycle collector: a state holds the weights, a cache and graphs."""
+    model = SimpleNamespace(
+        config=CONFIG,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        cache_dtype=torch.float32,
+        max_seq_len=8,
+        new_cache=lambda *sizes: KVCache(CONFIG, *sizes),
+    )
+    states = GpuStates()
+    state = states.take(model, 1, 8)
+    state.close()
+    assert states.take(model, 1, 8) is state
+    state.close()
+    left = weakref.ref(state)
+    gc.disable()
+    try:
+        del state, states
+        assert left() is None
+    finally:
+        gc.enable()

@@ -267,3 +267,13 @@ def test_odd_heads_are_refused():
     k, v = case.pack(torch.int8)
     with pytest.raises(FormatError, match="heads of 31 elements"):
         decode_attention(case.qkv, k, v, case.positions, case.cos, case.sin, scale=case.scale, **case.scales)
+
+
+def test_rows_at_odd_addresses_are_refused():
+    case = AttentionCase([3], torch.float32)
+    k, v = case.pack(torch.int8)
+    wide = torch.zeros(*k.shape[:-1], k.shape[-1] + 1, dtype=torch.int8, device=k.device)
+    with pytest.raises(FormatError, match="even addresses"):
+        decode_attention(
+            case.qkv, wide[..., 1:], v, case.positions, case.cos, case.sin, scale=case.scale, **case.scales
+        )

@@ -141,6 +141,12 @@ def _check_caches(
     packed = k_cache.dtype in PACKED_DTYPES
     if packed and k_cache.shape[-1] % 2:
         raise FormatError(f"heads of {k_cache.shape[-1]} elements; those of 8 bits are read in pairs")
+    for cache in (k_cache, v_cache) if packed else ():
+        if cache.data_ptr() % 2 or any(stride % 2 for stride in cache.stride()[:3]):
+            raise FormatError(
+                f"a cache of 8 bits has strides {cache.stride()} and address % 2 = {cache.data_ptr() % 2}; "
+                "its rows must begin at even addresses"
+            )
     for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
         if (scales is not None) != packed:
             raise FormatError(f"a {k_cache.dtype} cache {'needs' if packed else 'takes no'} {name}")

@@ -3,9 +3,9 @@
 A step is 256 activations of a vector. Activations 64 t + 8 c … + 7 of step s of vector 8 n + v lie in
 ``values[n, s, c, v, t]``, in the order of ``ORDER``: what the lanes of a warp load at a time lies together.
 They are divided by the vector's power of two for the step, ``scale[n, s, v]``, which puts the largest of them
-between 512 and 1024. ``sums[n, s, v, i]`` is the sum of values 16 i … 16 i + 15 as two fp16 values, of which
-the second is the rest of the first. What stands for vectors past the last one has no meaning; activations
-past a row's end are zeros.
+between 512 and 1024 (lower where it is less than 2^-117). ``sums[n, s, v, i]`` is the sum of values 16 i …
+16 i + 15 as two fp16 values, of which the second is the rest of the first. What stands for vectors past the
+last one has no meaning; activations past a row's end are zeros.
 """
 
 import torch

@@ -118,7 +118,7 @@ def quantize_activations(
     *,
     activation: str | None = None,
     dependent: bool = False,
-) -> Int8Activations:
+) -> Int8Activations | Grouped:
     """x ``[..., K]`` floats → (q, scale, sums) of ``[M, width]``; columns past K are zeros.
 
     ``width`` is K in whole blocks of the weight's format. The numbers equal
@@ -158,7 +158,7 @@ def norm_quantize(
     factor: float = 1.0,
     out: Int8Activations | Grouped | None = None,
     dependent: bool = False,
-) -> Int8Activations:
+) -> Int8Activations | Grouped:
     """norm(factor * x + residual) quantized to int8, x ``[..., K]`` → (q, scale, sums) of ``[M, width]``;
     in grouped fp16 where ``out`` is.
 

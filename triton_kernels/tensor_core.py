@@ -83,7 +83,7 @@ def whole_number(value):
 
 @triton.jit
 def _values(pairs):
-    """A tuple of words of every thread -> fp32 ``[warps, 8, 4, 2 words]``."""
+    """Two words of every thread -> fp32 ``[warps, 8, 16]``."""
     WARPS: tl.constexpr = pairs[0].shape[0] // 32
     first, second = _halves(pairs[0], pairs[0]), _halves(pairs[1], pairs[1])
     values = tl.join(tl.join(first[0], first[1]), tl.join(second[0], second[1]))

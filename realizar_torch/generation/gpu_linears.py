@@ -1,4 +1,4 @@
-"""GpuLinears: the matrix products of a GPU step, on int8 or fp32 activations in the workspace."""
+"""GpuLinears: the matrix products of a GPU step, on int8, grouped fp16 or fp32 activations."""
 
 import math
 
@@ -121,21 +121,21 @@ class GpuLinears:
                 gate_up(x[rows], *weights, out=out[rows], **kind)
 
     def quantized(self, x: Tensor, reader: QuantizedLinear, activation: str | None = None) -> Activations:
-        """``x`` [B, features], activated where told, as ``reader`` takes it: int8, or fp32 as it is."""
+        """``x`` [B, features], activated where told, as ``reader`` takes it: int8, grouped or as it is."""
         from realizar_torch.triton_kernels.quantize import quantize_activations
 
         if not self.int8:
             return x
         width = reader.padded_features
         return quantize_activations(
-            x, width, self.int8_view(width), activation=activation, dependent=self.dependent
+            x, width, self.room(width), activation=activation, dependent=self.dependent
         )
 
     def view(self, buffer: Tensor, width: int) -> Tensor:
         """The beginning of a workspace buffer as contiguous [B, width]."""
         return buffer.view(-1)[: self._batch * width].view(self._batch, width)
 
-    def int8_view(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    def room(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Room for int8 (or grouped) activations of ``width`` features in the workspace."""
         from realizar_torch.triton_kernels.grouped import grouped_shapes
 

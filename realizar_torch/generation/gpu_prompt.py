@@ -47,9 +47,9 @@ def why_not(model: Transformer) -> str | None:
 class GpuPrompt:
     """Fills caches with prompts. It holds the weights: build a new one when any of them may have moved.
 
-    For models that ``why_not`` has no word against. Products of up to 64 rows follow the ``activations`` of
-    the linears, those of more take the model's dtype; all add in fp32, and the residual stream is fp32.
-    Passes of up to 1,024 rows run from CUDA graphs, from the second of a size on.
+    For models that ``why_not`` has no word against. Products of up to 64 rows by linears of int8 activations
+    take fp16 ones and packed weights, others the model's dtype; all add in fp32, and the residual stream is
+    fp32. Passes of up to 1,024 rows run from CUDA graphs, from the second of a size on.
     """
 
     def __init__(self, model: Transformer):

@@ -1,5 +1,6 @@
 """What a model needs to decode on a GPU, kept between requests so that addresses and graphs stay valid."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,9 @@ class GpuState:
         self.decoder: DecodeGraph | None = None
         self.prompt: GpuPrompt | None = None
         self._decoders: dict[int, DecodeGraph] = {}
-        self._owner, self._made_for = owner, (model.device, model.dtype, model.cache_dtype)
+        # weakly: the owner keeps this state while it is idle, and a cycle would keep a deleted model's memory
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._made_for = (model.device, model.dtype, model.cache_dtype)
         self._identity: tuple = ()
 
     @property
@@ -62,9 +65,9 @@ class GpuState:
         self.decoder.step.refresh()
 
     def compile(self, model: Transformer, rows: int) -> None:
-        """Compiles what a prompt of ``rows`` rows (0: none) and the steps behind it launch, all at once.
+        """Compiles what a prompt of ``rows`` rows (0: none) and greedy steps behind it launch, all at once.
 
-        No more than a look at two flags where that was done before.
+        Little more than a look at two flags once that was done.
         """
         works: list[Callable[[], object]] = []
         if self.decoder is not None and not self.decoder.rehearsed:
@@ -79,8 +82,9 @@ class GpuState:
         """Ends the generation; the state is free for the next one."""
         if self.decoder is not None:
             self.decoder.finish()
-        if self._owner is not None:
-            self._owner.give_back(self)
+        owner = None if self._owner is None else self._owner()
+        if owner is not None:
+            owner.give_back(self)
 
 
 class GpuStates:

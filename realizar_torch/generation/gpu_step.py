@@ -201,8 +201,8 @@ class GpuStep:
         } | added
         if self._linears.int8 and reader is not None:
             width = reader.padded_features
-            int8 = self._linears.int8_view(width)
-            return norm_quantize(source, norm.weight, norm.bias, width=width, out=int8, **options)
+            room = self._linears.room(width)
+            return norm_quantize(source, norm.weight, norm.bias, width=width, out=room, **options)
         out = self._view(self._workspace.narrow, norm.features)
         return normalize(source, norm.weight, norm.bias, out=out, **options)
 
@@ -231,7 +231,7 @@ class GpuStep:
             softcap=attention.softcap,
             scratch=self._scratch,
             out=self._view(self._workspace.wide, config.q_dim),
-            int8=self._linears.int8_view(config.q_dim) if inside else None,
+            int8=self._linears.room(config.q_dim) if inside else None,
             dependent=self._dependent,
             **cache.layer_scales(index),
             **norms,

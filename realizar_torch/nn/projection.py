@@ -8,16 +8,19 @@ from torch import Tensor, nn
 from realizar_torch import ops
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.ops.autocast import autocasts
+from realizar_torch.ops.cuda import INT8_MATVEC_ROWS
 
 
 def project(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
     """x [..., in_features] -> one [..., out_features] per module, each equal to ``linear(x)``.
 
     Modules that are hooked or have a bias to train, and an input that needs a gradient or that autocast would
-    cast, get ``x`` itself: quantized activations carry none of that.
+    cast, get ``x`` itself: quantized activations carry none of that. So does a GPU's product of many rows,
+    which takes other activations than int8.
     """
     sharable = all(_takes_quantized(linear) for linear in linears)
-    if not sharable or (x.requires_grad and torch.is_grad_enabled()) or autocasts(x):
+    many = x.is_cuda and x.numel() > INT8_MATVEC_ROWS * x.shape[-1]
+    if not sharable or many or (x.requires_grad and torch.is_grad_enabled()) or autocasts(x):
         return [linear(x) for linear in linears]
     shared: dict[int, ops.QuantizedActivations] = {}
     outputs = []

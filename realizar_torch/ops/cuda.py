@@ -1,4 +1,6 @@
-"""The ops on NVIDIA GPUs: Triton kernels for up to eight rows (int8: 64), decoding and torch.matmul beyond.
+"""The ops on NVIDIA GPUs: Triton kernels for up to eight rows, decoding and torch.matmul beyond.
+
+With ``activations="int8"`` up to four rows are multiplied as int8 and up to 64 as fp16, on tensor cores.
 
 Weights are taken in any layout, at any even address. Without Triton: torch ops, with one warning.
 """
@@ -47,12 +49,12 @@ def linear(
 ) -> Tensor:
     spec = checks.check_linear(x, weight, fmt, in_features, bias, activations, layout)
     rows, weight = x.reshape(-1, in_features), _addressable(weight)
-    if activations == "int8" and _int8_takes(rows):
+    if activations == "int8" and _kernels_take(rows):
         from realizar_torch.triton_kernels.quantize import quantize_activations as quantize
 
         width = _padded(spec, in_features)
         q = quantize(rows, width, _room(rows, width))
-        y = _int8_product(q, len(rows), weight, spec, in_features, bias, layout, x.dtype)
+        y = _few_product(q, len(rows), weight, spec, in_features, bias, layout, x.dtype)
     elif _matvec_takes(rows):
         from realizar_torch.triton_kernels.matvec import matvec
 
@@ -73,7 +75,10 @@ def linear_quantized(
     *,
     layout: str = "ggml",
 ) -> Tensor:
-    """``linear`` of activations that are quantized already, ``q [..., Kp]`` → float32 [..., N]."""
+    """``linear`` of activations that are quantized already, ``q [..., Kp]`` → float32 [..., N].
+
+    Up to eight rows by int8 matvecs; more are decoded and multiplied in fp32.
+    """
     spec = checks.check_linear_quantized(q, scale, sums, weight, fmt, in_features, bias, layout)
     lead, weight = q.shape[:-1], _addressable(weight)
     q, scale, sums = (part.reshape(-1, part.shape[-1]).contiguous() for part in (q, scale, sums))
@@ -120,7 +125,7 @@ def dequantize(
 
 
 def norm_linear(*args: Any, **kwargs: Any) -> Tensor:
-    """Two launches for up to eight rows (int8: 64): the norm with the quantization, the product."""
+    """Two launches for up to eight rows (of int8 activations: 64): the norm with them, the product."""
     call = NormLinear(*args, **kwargs)
     if call.fmt is None:
         return bodies.norm_linear(torch_kernels, *args, **kwargs)
@@ -129,12 +134,12 @@ def norm_linear(*args: Any, **kwargs: Any) -> Tensor:
     spec, rows, weight = get_packed_format(call.fmt), x.reshape(-1, in_features), _addressable(call.weight)
     norm = (rows, _float(call.norm_weight), _float(call.norm_bias))
     kind = {"normalization": call.normalization, "eps": call.eps}
-    if call.activations == "int8" and _int8_takes(rows):
+    if call.activations == "int8" and _kernels_take(rows):
         from realizar_torch.triton_kernels.quantize import norm_quantize
 
         width = _padded(spec, in_features)
         q = norm_quantize(*norm, width=width, out=_room(rows, width), **kind)
-        y = _int8_product(q, len(rows), weight, spec, in_features, bias, layout, x.dtype)
+        y = _few_product(q, len(rows), weight, spec, in_features, bias, layout, x.dtype)
     elif _matvec_takes(rows):
         from realizar_torch.triton_kernels import matvec, quantize
 
@@ -157,7 +162,7 @@ def _matmul(x: Tensor, weight: Tensor, spec: BlockFormat, bias: Tensor | None, l
     return y if bias is None else y.add_(bias.to(y.dtype))
 
 
-def _int8_product(
+def _few_product(
     q: tuple[Tensor, Tensor, Tensor],
     count: int,
     weight: Tensor,
@@ -184,7 +189,7 @@ def _room(rows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
     return None if len(rows) <= INT8_MATVEC_ROWS else empty_grouped(len(rows), width, rows.device)
 
 
-def _int8_takes(rows: Tensor) -> bool:
+def _kernels_take(rows: Tensor) -> bool:
     from realizar_torch.triton_kernels.configs import MATMUL_ROWS
 
     return len(rows) <= MATMUL_ROWS and rows.dtype != torch.float64
