@@ -1,5 +1,6 @@
 """compile_ahead: the kernels of work that is still to be done, compiled side by side."""
 
+import contextlib
 import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,11 @@ class _Rehearsal(triton.AsyncCompileMode):
         super().submit(key, compile_and_load, *others)
         # for a kernel of None, as for one that a hook refuses, Triton launches nothing
 
+    def __exit__(self, *raised: Any) -> None:
+        # what cannot be compiled fails when it is launched in earnest
+        with contextlib.suppress(Exception):
+            super().__exit__(*raised)
+
 
 def compile_ahead(*works: Callable[[], object]) -> None:
     """Calls each of ``works`` and returns when every kernel that they launch is compiled.
@@ -44,6 +50,6 @@ def compile_ahead(*works: Callable[[], object]) -> None:
 
 
 def _rehearse(works: tuple[Callable[[], object], ...]) -> None:
-    with ThreadPoolExecutor() as pool, _Rehearsal(pool, ignore_errors=True):
+    with ThreadPoolExecutor() as pool, _Rehearsal(pool):
         for work in works:
             work()
