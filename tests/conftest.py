@@ -32,6 +32,14 @@ def fixed_random_numbers() -> None:
     torch.manual_seed(20)
 
 
+@pytest.fixture
+def threads_kept() -> Iterator[None]:
+    """torch's threads are as many after the test as before."""
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
 @pytest.fixture(scope="session")
 def sharded_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory of several safetensors files that nobody changes."""

@@ -1,12 +1,7 @@
 """Kernels are compiled side by side before a prompt and a step launch the first of them."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from compiled_kernels import printed_by
 from random_models import write_random_model
 
 pytest.importorskip("triton")
@@ -16,15 +11,7 @@ pytest.importorskip("triton")
 def found(tmp_path_factory):
     """What ``kernels_ahead.py`` saw in a process of its own: here kernels are interpreted."""
     path = write_random_model(tmp_path_factory.mktemp("ahead") / "m.gguf", "llama", fmt="Q8_0", tied=False)
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("kernels_ahead.py")), str(path)],
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return printed_by("kernels_ahead.py", str(path))
 
 
 def test_every_kernel_of_prompt_and_step_is_asked_for_in_the_rehearsal(found):

@@ -152,16 +152,14 @@ def test_experts_of_whole_blocks(tmp_path, name, fmt):
     check_both_numerics(model, texts(name))
 
 
+@pytest.mark.usefixtures("threads_kept")
 @pytest.mark.parametrize("activations", ["float", "int8"])
 def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(activations):
     model, ids = packed("qwen2moe", "Q5_0", activations), texts("qwen2moe")
-    together, threads = decode(model, ids), torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            assert torch.equal(decode(model, ids), together)
-    finally:
-        torch.set_num_threads(threads)
+    together = decode(model, ids)
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        assert torch.equal(decode(model, ids), together)
     for row in range(3):
         assert torch.equal(decode(model, ids, slice(row, row + 1))[0], together[row])
 
@@ -184,7 +182,7 @@ def fill(model, ids, *cuts):
     return state.cache, logits
 
 
-@pytest.mark.usefixtures("numerics")
+@pytest.mark.usefixtures("numerics", "threads_kept")
 @pytest.mark.parametrize(("name", "fmt"), [("qwen2moe", "Q8_0"), ("mixtral", "Q4_1"), ("qwen3moe", "Q5_0")])
 def test_prompts_are_as_near_to_the_exact_logits_as_the_modules(name, fmt, monkeypatch):
     """And neither threads nor passes nor neighbours matter: the second layer's values tell."""
@@ -193,13 +191,9 @@ def test_prompts_are_as_near_to_the_exact_logits_as_the_modules(name, fmt, monke
         exact, rounded = (m(ids, logits_to_keep=1).logits[:, 0] for m in (exact_model, model))
     cache, whole = fill(model, ids)
     assert rms(whole - exact) <= 1.3 * rms(rounded - exact)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            assert torch.equal(fill(model, ids)[1], whole)
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        assert torch.equal(fill(model, ids)[1], whole)
     assert torch.equal(fill(model, ids, 7, 20)[1], whole)
     for row in range(3):
         assert torch.equal(fill(model, ids[row : row + 1])[0].values[:, 0], cache.values[:, row])

@@ -148,17 +148,13 @@ def test_is_as_near_to_the_exact_logits_and_cache_as_the_modules(path, ids):
             assert rms(found - wanted) <= 1.1 * rms(other - wanted)
 
 
-@pytest.mark.usefixtures("numerics")
+@pytest.mark.usefixtures("numerics", "threads_kept")
 def test_neither_threads_nor_parts_nor_neighbours_matter(path, ids, monkeypatch):
     model = load(path)
     state, whole = fill(model, ids)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            assert torch.equal(fill(model, ids)[1], whole)
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        assert torch.equal(fill(model, ids)[1], whole)
     in_parts, logits = fill(model, ids, cuts=(7, 31))
     assert torch.equal(logits, whole) and torch.equal(in_parts.cache.keys, state.cache.keys)
     # the passes cut sequences anywhere

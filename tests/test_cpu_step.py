@@ -96,17 +96,14 @@ def rms(x):
     return x.square().mean().sqrt()
 
 
+@pytest.mark.usefixtures("threads_kept")
 @pytest.mark.parametrize("activations", ["float", "int8"])
 def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(path, ids, activations):
     model = load(path, activations)
     together = decode(model, ids)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            assert torch.equal(decode(model, ids), together)
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        assert torch.equal(decode(model, ids), together)
     for row in range(3):
         assert torch.equal(decode(model, ids, only=row)[0], together[row])
 

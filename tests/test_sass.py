@@ -1,12 +1,7 @@
 """What the compiler makes of the matvec loops, read without a GPU: other versions choose other layouts."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from compiled_kernels import printed_by
 
 from realizar_torch.formats import PACKED_FORMATS
 
@@ -16,16 +11,7 @@ LOOPS = ["Q4_K:ggml:4096", "Q6_K:planar:4096", "Q8_0:planar:4096", "Q4_0:planar:
 
 
 def compiled(names: list[str]) -> dict[str, dict[str, int]]:
-    script = Path(__file__).with_name("sass_of_kernels.py")
-    found = subprocess.run(
-        [sys.executable, str(script), *names],
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert found.returncode == 0, found.stderr[-2000:]
-    return json.loads(found.stdout)
+    return printed_by("sass_of_kernels.py", *names)
 
 
 def test_nothing_moves_between_threads_inside_a_loop() -> None:
