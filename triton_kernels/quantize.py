@@ -62,13 +62,18 @@ def _prepare_kernel(
     statistics.
     """
     release_successor(DEPENDENT)
-    wait_for_predecessor(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * B + tl.arange(0, B)
     columns = (
         (block * 32)[:, None, None] + (16 * tl.arange(0, 2))[None, :, None] + tl.arange(0, 16)[None, None, :]
     )
     inside = columns < in_features
+    if NORM != "none":
+        # no kernel of a step writes these
+        gain = tl.load(norm_weight + columns, mask=inside, other=0).to(tl.float32)
+        if HAS_NORM_BIAS:
+            shift = tl.load(norm_bias + columns, mask=inside, other=0).to(tl.float32)
+    wait_for_predecessor(DEPENDENT)
     at = row * in_features + columns
     values = tl.load(x + at, mask=inside, other=0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -84,12 +89,11 @@ def _prepare_kernel(
             mean = tl.sum(values) / in_features
             values = tl.where(inside, values - mean, 0.0)
         variance = tl.sum(values * values) / in_features
-        gain = tl.load(norm_weight + columns, mask=inside, other=0).to(tl.float32)
         if ZERO_CENTERED:
             gain = gain + 1.0
         values = values * (1.0 / tl.sqrt(variance + eps)) * gain
         if HAS_NORM_BIAS:
-            values = values + tl.load(norm_bias + columns, mask=inside, other=0).to(tl.float32)
+            values = values + shift
         values = tl.where(inside, values, 0.0)
     if GROUPED:
         step = tl.program_id(1) * (B // 8) + tl.arange(0, B // 8)
@@ -118,12 +122,14 @@ def quantize_activations(
     *,
     activation: str | None = None,
     dependent: bool = False,
+    leading: bool = False,
 ) -> Int8Activations | Grouped:
     """x ``[..., K]`` floats → (q, scale, sums) of ``[M, width]``; columns past K are zeros.
 
     ``width`` is K in whole blocks of the weight's format. The numbers equal
     ``reference.quantize_activations``; with an ``activation`` of gate_up.py, that of its values. Into
-    ``out`` of grouped.py go fp16 values instead.
+    ``out`` of grouped.py go fp16 values instead. ``leading``: a dependent launch behind this one may begin
+    while it runs, but this one begins when all before it have ended.
     """
     if activation is not None:
         check_activation(activation)
@@ -138,7 +144,7 @@ def quantize_activations(
         _prepare_kernel[(rows.shape[0], triton.cdiv(width, 1024))](
             rows, None, None, 1.0, None, None, 0.0, in_features, width, None, *result,
             B=32, NORM="none", HAS_RESIDUAL=False, HAS_NORM_BIAS=False, ZERO_CENTERED=False, INT8=True,
-            GROUPED=grouped, ACTIVATION=activation, DEPENDENT=dependent, num_warps=4,
+            GROUPED=grouped, ACTIVATION=activation, DEPENDENT=dependent or leading, num_warps=4,
             enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result
@@ -158,12 +164,13 @@ def norm_quantize(
     factor: float = 1.0,
     out: Int8Activations | Grouped | None = None,
     dependent: bool = False,
+    leading: bool = False,
 ) -> Int8Activations | Grouped:
     """norm(factor * x + residual) quantized to int8, x ``[..., K]`` → (q, scale, sums) of ``[M, width]``;
     in grouped fp16 where ``out`` is.
 
     With a residual, the sum is stored to ``total`` (same shape; may be ``residual`` itself), rounded to its
-    dtype. ``factor`` counts with a residual only.
+    dtype. ``factor`` counts with a residual only. ``leading`` as in ``quantize_activations``.
     """
     in_features = x.shape[-1] if x.dim() else 0
     _check_width(in_features, width)
@@ -183,6 +190,7 @@ def norm_quantize(
         None,
         result,
         dependent,
+        leading,
     )
     return result
 
@@ -244,6 +252,7 @@ def _norm(
     normed: torch.Tensor | None,
     int8: Int8Activations | None,
     dependent: bool,
+    leading: bool = False,
 ) -> None:
     in_features = rows.shape[1]
     if normalization not in NORMALIZATIONS:
@@ -273,7 +282,7 @@ def _norm(
             B=blocks, NORM=normalization, HAS_RESIDUAL=residual is not None,
             HAS_NORM_BIAS=norm_bias is not None,
             ZERO_CENTERED=zero_centered, INT8=int8 is not None, GROUPED=grouped, ACTIVATION=None,
-            DEPENDENT=dependent, num_warps=choose_norm_warps(blocks), enable_fp_fusion=True,
+            DEPENDENT=dependent or leading, num_warps=choose_norm_warps(blocks), enable_fp_fusion=True,
             launch_pdl=dependent,
         )  # fmt: skip
 

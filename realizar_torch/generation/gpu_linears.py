@@ -33,8 +33,9 @@ class GpuLinears:
     def refresh(self) -> None:
         """Takes over q, k and v biases written to since: of no other weight is there a copy."""
         for attention, joined in self._qkv_bias.items():
-            written = self._joined_bias(attention)
-            if joined is not None and written is not None:
+            if joined is not None:
+                written = self._joined_bias(attention)
+                assert written is not None
                 joined.copy_(written)
 
     def linear(

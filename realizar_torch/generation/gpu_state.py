@@ -6,6 +6,7 @@ from typing import Any
 
 from realizar_torch.caller import warn_caller
 from realizar_torch.generation import gpu_prompt
+from realizar_torch.generation.fingerprint import Fingerprint
 from realizar_torch.generation.gpu_prompt import GpuPrompt
 from realizar_torch.generation.gpu_step import GpuStep, why_not
 from realizar_torch.generation.graph import DecodeGraph
@@ -26,7 +27,7 @@ class GpuState:
         # weakly: the owner keeps this state while it is idle, and a cycle would keep a deleted model's memory
         self._owner = None if owner is None else weakref.ref(owner)
         self._made_for = (model.device, model.dtype, model.cache_dtype)
-        self._identity: tuple = ()
+        self._known: Fingerprint | None = None
 
     @property
     def fused(self) -> GpuStep | None:
@@ -44,18 +45,17 @@ class GpuState:
 
     def prepare(self, model: Transformer) -> None:
         """Picks the decoder of the cache's batch size; none, with a warning, for a model it does not know."""
-        reason = why_not(model, self.cache)
-        if reason is not None:
-            self.decoder = self.prompt = None
-            warn_caller(f"decoding runs module by module, which is slower: {reason}")
-            return
-        identity = _identity(model)
-        if identity != self._identity:
-            self._decoders.clear()
-            self.prompt = None
-            self._identity = identity
         batch_size = self.cache.batch_size
+        if self._known is None or not self._known.matches(model):
+            self._decoders.clear()
+            self.prompt = self._known = None
         if batch_size not in self._decoders:
+            reason = why_not(model, self.cache)
+            if reason is not None:
+                self.decoder = self.prompt = None
+                warn_caller(f"decoding runs module by module, which is slower: {reason}")
+                return
+            self._known = Fingerprint(model, apart="gpu_states")
             self._decoders[batch_size] = DecodeGraph(
                 model, batch_size, cache=self.cache, workspace=self.workspace
             )
@@ -115,12 +115,3 @@ class GpuStates:
 
     def __reduce__(self) -> tuple:
         return GpuStates, ()
-
-
-def _identity(model: Transformer) -> tuple:
-    """Changes when a tensor of the model has moved or its numerics or a layout was changed."""
-    # from the dictionaries of the modules: ``parameters()`` takes twice as long, at every request
-    owned = ((module._parameters, module._buffers) for module in model.modules())
-    tensors = (tensor for pair in owned for tensors in pair for tensor in tensors.values())
-    addresses = tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors if tensor is not None)
-    return addresses, model.lm_head.activations
