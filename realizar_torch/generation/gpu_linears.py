@@ -13,16 +13,27 @@ from realizar_torch.nn.mlp import MLP, GatedMLP
 from realizar_torch.ops.cuda import INT8_MATVEC_ROWS, MATVEC_ROWS
 from realizar_torch.reference import ACTIVATION_BLOCK
 
+# With more rows than this on tensor cores, what must begin alone is the products that are added up.
+_OVERLAPPING_ROWS = 16
 # int8 (q, scale, sums), for tensor cores fp16 in groups of eight vectors, or fp32 [B, features]
 Activations = tuple[Tensor, Tensor, Tensor] | Tensor
 
 
 class GpuLinears:
-    """Products of ``batch`` vectors. ``dependent``: launches may overlap with the end of the one before."""
+    """Products of ``batch`` vectors. ``dependent``: launches may overlap with the end of the one before.
+
+    Where all launches of a step overlapped, multiprocessors would never come to rest, and products on tensor
+    cores took up to twice as long: it seems that the L1 then stays as small as attention's shared memory
+    leaves it. So once in a layer one begins alone: ``attention_overlaps`` tells whether it is another than
+    attention.
+    """
 
     def __init__(self, model: Transformer, workspace: Workspace, batch: int, dependent: bool):
         self.int8, self.dependent = model.lm_head.activations == "int8", dependent
         self.grouped = self.int8 and batch > INT8_MATVEC_ROWS
+        many = self.grouped and batch > _OVERLAPPING_ROWS
+        self.attention_overlaps = dependent and (many or not self.grouped)
+        self._sums_overlap = dependent and not many
         self._workspace, self._batch, self._device = workspace, batch, model.device
         self._groups = [slice(i, min(i + MATVEC_ROWS, batch)) for i in range(0, batch, MATVEC_ROWS)]
         one_launch = all(_one_launch(layer.mlp) for layer in model.layers)
@@ -47,7 +58,7 @@ class GpuLinears:
 
         operands = (linear.stored, linear.fmt, linear.in_features, linear.bias)
         if self.grouped:
-            kind = {"layout": linear.layout, "dependent": self.dependent}
+            kind = {"layout": linear.layout, "dependent": self._sums_overlap}
             return matmul(*x, self._batch, *operands, residual=residual, out=out, **kind)
         for rows in self._groups:
             options = {

@@ -232,7 +232,7 @@ class GpuStep:
             scratch=self._scratch,
             out=self._view(self._workspace.wide, config.q_dim),
             int8=self._linears.room(config.q_dim) if inside else None,
-            dependent=self._dependent,
+            dependent=self._linears.attention_overlaps,
             **cache.layer_scales(index),
             **norms,
         )
