@@ -24,7 +24,7 @@ class Cell:
         self.step = 2 if shape == "strided" else 1
         blocks = random_blocks(fmt, self.step * ROWS, COLUMNS)
         self.weight = pack(blocks, fmt, layout).to(device)[:: self.step]
-        self.layout = {"layout": layout}
+        self.layout, self.layouts = {"layout": layout}, {"layouts": [layout] * 3}
 
     def floats(self, *lead: int) -> torch.Tensor:
         return random_activations(*lead, self.step * COLUMNS).to(self.device)[..., :: self.step]
@@ -53,6 +53,14 @@ class Cell:
         x = self.x()[..., None, :]
         return x, torch.randint(0, 3, (*x.shape[:-2], 2), device=self.device)
 
+    def three(self) -> tuple:
+        """One input for three weights, of which two have a bias."""
+        biases = [self.vector(ROWS), None, self.vector(ROWS)]
+        return self.x(), list(self.matrices), [self.fmt] * 3, COLUMNS, biases
+
+    def pair(self) -> tuple:
+        return self.x(), self.weight, self.matrices[1], self.fmt, COLUMNS
+
     def ids(self) -> torch.Tensor:
         ids = torch.tensor([2, 0, 1, 1], device=self.device)
         return ids[:0] if self.shape == "empty" else ids[:: self.step]
@@ -61,6 +69,10 @@ class Cell:
 CALLS = {
     "linear": lambda c: ((c.x(), c.weight, c.fmt, COLUMNS, c.vector(ROWS)), c.layout),
     "linear-int8": lambda c: ((c.x(), c.weight, c.fmt, COLUMNS), {"activations": "int8"} | c.layout),
+    "linears": lambda c: (c.three(), c.layouts),
+    "linears-int8": lambda c: (c.three(), {"activations": "int8"} | c.layouts),
+    "gated_linear": lambda c: (c.pair(), {"activation": "silu"} | c.layout),
+    "gated_linear-int8": lambda c: (c.pair(), {"activation": "gelu", "activations": "int8"} | c.layout),
     "embedding": lambda c: ((c.ids(), c.weight, c.fmt, COLUMNS), {"dtype": torch.float16} | c.layout),
     "dequantize": lambda c: ((c.weight, c.fmt, COLUMNS), {"dtype": torch.bfloat16} | c.layout),
     "norm_linear": lambda c: (

@@ -34,12 +34,37 @@ def _dense_norm(x: torch.Tensor) -> torch.Tensor:
     return (unit * SCALE + SHIFT) @ DECODED.T + BIAS
 
 
-PAIRS = {"linear": (_linear, lambda x: x @ DECODED.T + BIAS), "norm_linear": (_norm_linear, _dense_norm)}
+OTHER = random_blocks("Q4_K", ROWS, COLUMNS, 1)
+OTHER_DECODED = ops.dequantize(OTHER, "Q4_K", COLUMNS, dtype=torch.float64)
+
+
+def _linears(x: torch.Tensor) -> torch.Tensor:
+    return ops.linears(x, [WEIGHT, OTHER], ["Q4_K"] * 2, COLUMNS, [BIAS, None])
+
+
+def _gated_linear(x: torch.Tensor) -> torch.Tensor:
+    return ops.gated_linear(x, WEIGHT, OTHER, "Q4_K", COLUMNS, activation="silu")
+
+
+PAIRS = {
+    "linear": (_linear, lambda x: x @ DECODED.T + BIAS),
+    "norm_linear": (_norm_linear, _dense_norm),
+    "linears": (_linears, lambda x: torch.cat([x @ DECODED.T + BIAS, x @ OTHER_DECODED.T], -1)),
+    "gated_linear": (
+        _gated_linear,
+        lambda x: torch.nn.functional.silu(x @ DECODED.T) * (x @ OTHER_DECODED.T),
+    ),
+}
 
 
 def _dual(f):
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(f(forward_ad.make_dual(X, V))).tangent
+
+
+def _vjp(f):
+    y, pull = torch.func.vjp(f, X)
+    return pull(X[:, : y.shape[1]])
 
 
 def _loss(f):
@@ -51,7 +76,7 @@ TRANSFORMS = {
     "forward_ad": _dual,
     "jvp-without-grad-mode": lambda f: torch.no_grad()(lambda: torch.func.jvp(f, (X,), (V,)))(),
     "grad": lambda f: torch.func.grad(_loss(f))(X),
-    "vjp": lambda f: torch.func.vjp(f, X)[1](X[:, :ROWS]),
+    "vjp": _vjp,
     "jacrev": lambda f: torch.func.jacrev(f)(X),
     "jacfwd": lambda f: torch.func.jacfwd(f)(X),
     "hessian": lambda f: torch.func.hessian(_loss(f))(X),
@@ -91,6 +116,8 @@ def test_every_argument_has_a_forward_derivative(fmt: str | None, kind: str) -> 
     x, _, _, bias = inputs
     linear = torch.autograd.gradcheck
     assert linear(lambda x, b: ops.linear(x, packed, "Q4_K", 6, b), [x, bias], check_forward_ad=True)
+    together = lambda x, b: ops.linears(x, [packed] * 2, ["Q4_K"] * 2, 6, [None, b])  # noqa: E731
+    assert linear(together, [x, bias], check_forward_ad=True)
 
 
 def test_int8_rounding_is_passed_straight_through() -> None:

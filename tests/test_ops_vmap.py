@@ -38,6 +38,18 @@ CASES: dict[str, tuple[Callable, tuple[Tensor, ...], int]] = {
     "linear, weights": (lambda w: ops.linear(X[0], w, "Q5_K", COLUMNS), (WEIGHTS,), BATCH),
     "linear, pairs": (lambda x, w: ops.linear(x, w, "Q5_K", COLUMNS), (X, WEIGHTS), BATCH),
     "linear, biases": (lambda b: ops.linear(X[0], WEIGHT, "Q5_K", COLUMNS, b), (X[:, 0, :ROWS],), BATCH),
+    "linears": (lambda x: ops.linears(x, list(WEIGHTS[:2]), ["Q5_K"] * 2, COLUMNS), (X,), 1),
+    "linears, weights": (lambda w: ops.linears(X[0], [w, WEIGHT], ["Q5_K"] * 2, COLUMNS), (WEIGHTS,), BATCH),
+    "linears, biases": (
+        lambda b: ops.linears(X[0], [WEIGHT], ["Q5_K"], COLUMNS, [b]),
+        (X[:, 0, :ROWS],),
+        BATCH,
+    ),
+    "gated_linear": (
+        lambda x: ops.gated_linear(x, WEIGHT, WEIGHTS[1], "Q5_K", COLUMNS, activation="silu"),
+        (X,),
+        1,
+    ),
     "embedding": (lambda ids: ops.embedding(ids, WEIGHT, "Q5_K", COLUMNS), (IDS,), 1),
     "embedding, tables": (lambda w: ops.embedding(IDS[0], w, "Q5_K", COLUMNS), (WEIGHTS,), BATCH),
     "dequantize": (lambda w: ops.dequantize(w, "Q5_K", COLUMNS), (WEIGHTS,), 1),

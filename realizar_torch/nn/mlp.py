@@ -1,26 +1,19 @@
 """The two kinds of MLP: down(activation(gate(x)) * up(x)), and down(activation(up(x)))."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional
 
-from realizar_torch.nn.projection import project
+from realizar_torch.nn.projection import gated
 from realizar_torch.ops.checks import check_choice
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-}
+from realizar_torch.ops.gates import GATES
 
 
 def activation_of(name: str) -> Callable[[Tensor], Tensor]:
     """The function called "silu", "gelu" (exact) or "gelu_tanh"; FormatError for other names."""
-    check_choice("activation", name, tuple(_ACTIVATIONS))
-    return _ACTIVATIONS[name]
+    check_choice("activation", name, tuple(GATES))
+    return GATES[name]
 
 
 class GatedMLP(nn.Module):
@@ -32,14 +25,13 @@ class GatedMLP(nn.Module):
 
     def __init__(self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module, *, activation: str):
         super().__init__()
-        check_choice("activation", activation, tuple(_ACTIVATIONS))
+        check_choice("activation", activation, tuple(GATES))
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> [..., hidden]."""
-        gate, up = project(x, (self.gate_proj, self.up_proj))
-        return self.down_proj(_ACTIVATIONS[self.activation](gate) * up)
+        return self.down_proj(gated(x, self.gate_proj, self.up_proj, self.activation))
 
     def extra_repr(self) -> str:
         return self.activation
@@ -53,12 +45,12 @@ class MLP(nn.Module):
 
     def __init__(self, up_proj: nn.Module, down_proj: nn.Module, *, activation: str):
         super().__init__()
-        check_choice("activation", activation, tuple(_ACTIVATIONS))
+        check_choice("activation", activation, tuple(GATES))
         self.up_proj, self.down_proj, self.activation = up_proj, down_proj, activation
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> [..., hidden]."""
-        return self.down_proj(_ACTIVATIONS[self.activation](self.up_proj(x)))
+        return self.down_proj(GATES[self.activation](self.up_proj(x)))
 
     def extra_repr(self) -> str:
         return self.activation

@@ -1,42 +1,70 @@
-"""Several linear modules applied to one input, whose activations are quantized once for all of them."""
+"""Several linear modules applied to one input, which is quantized once for all of them."""
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
-import torch
 from torch import Tensor, nn
 
 from realizar_torch import ops
 from realizar_torch.nn.linear import QuantizedLinear
-from realizar_torch.ops.autocast import autocasts
-from realizar_torch.ops.cuda import INT8_MATVEC_ROWS
+from realizar_torch.ops.gates import GATES
 
 
-def project(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
-    """x [..., in_features] -> one [..., out_features] per module, each equal to ``linear(x)``.
+def project(x: Tensor, linears: Sequence[nn.Module]) -> Sequence[Tensor]:
+    """x [..., in_features] -> one [..., out_features] per module, what ``linear(x)`` gives.
 
-    Modules that are hooked or have a bias to train, and an input that needs a gradient or that autocast would
-    cast, get ``x`` itself: quantized activations carry none of that. So does a GPU's product of many rows,
-    which takes other activations than int8.
+    Packed modules of int8 activations are one op, ``ops.linears``, whose result their outputs are views of.
+    Modules that are hooked, wrapped or of another kind get ``x`` themselves.
     """
-    sharable = all(_takes_quantized(linear) for linear in linears)
-    many = x.is_cuda and x.numel() > INT8_MATVEC_ROWS * x.shape[-1]
-    if not sharable or many or (x.requires_grad and torch.is_grad_enabled()) or autocasts(x):
+    if not are_shared(linears):
         return [linear(x) for linear in linears]
-    shared: dict[int, ops.QuantizedActivations] = {}
-    outputs = []
-    for linear in linears:
-        assert isinstance(linear, QuantizedLinear)
-        width = linear.padded_features
-        if width not in shared:
-            shared[width] = ops.quantize_activations(x, linear.fmt)
-        outputs.append(linear(shared[width]).to(x.dtype))
-    return outputs
+    joined = ops.linears(
+        x,
+        [linear.stored for linear in linears],
+        [linear.fmt for linear in linears],
+        linears[0].in_features,
+        [linear.bias for linear in linears],
+        activations="int8",
+        layouts=[linear.layout for linear in linears],
+    )
+    return joined.split([linear.out_features for linear in linears], -1)
 
 
-def _takes_quantized(linear: nn.Module) -> bool:
+def gated(x: Tensor, gate: nn.Module, up: nn.Module, activation: str) -> Tensor:
+    """activation(gate(x)) * up(x), as one op where ``are_gated``."""
+    pair = (gate, up)
+    if not are_gated(pair):
+        gates, ups = project(x, pair)
+        return GATES[activation](gates) * ups
+    return ops.gated_linear(
+        x,
+        pair[0].stored,
+        pair[1].stored,
+        pair[0].fmt,
+        pair[0].in_features,
+        activation=activation,
+        activations=pair[0].activations,
+        layout=pair[0].layout,
+    )
+
+
+def are_shared(linears: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear]]:
+    """Whether ``project`` is one op: packed modules of int8 activations that only multiply."""
+    return all(_only_multiplies(linear) and linear.activations == "int8" for linear in linears)
+
+
+def are_gated(pair: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear]]:
+    """Whether ``gated`` is one op: two packed modules alike, without biases, that only multiply."""
+    return all(_only_multiplies(linear) and linear.bias is None for linear in pair) and (
+        len({(linear.fmt, linear.layout, linear.activations, linear.out_features) for linear in pair}) == 1
+    )
+
+
+def _only_multiplies(module: nn.Module) -> TypeGuard[QuantizedLinear]:
+    """Whether calling it does nothing else: accelerate's hooks, for one, replace the forward."""
     return (
-        type(linear) is QuantizedLinear
-        and linear.activations == "int8"
-        and not (linear._forward_hooks or linear._forward_pre_hooks)
-        and not (torch.is_grad_enabled() and linear.bias is not None and linear.bias.requires_grad)
+        type(module) is QuantizedLinear
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
     )

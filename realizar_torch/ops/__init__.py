@@ -7,6 +7,8 @@ in reverse and forward mode and under ``torch.func``. Under ``torch.autocast`` p
 does, and norms stay in float32.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from realizar_torch.ops import cuda as cuda
 from realizar_torch.ops import encoding as encoding
 from realizar_torch.ops import experts as experts
 from realizar_torch.ops import portable as portable
+from realizar_torch.ops import shared_input as shared_input
 from realizar_torch.ops.experts import STEP_ROWS as STEP_ROWS
 from realizar_torch.reference import QuantizedActivations
 
@@ -29,7 +32,9 @@ __all__ = [
     "dequantize",
     "embedding",
     "expert_linear",
+    "gated_linear",
     "linear",
+    "linears",
     "norm_linear",
     "quantize",
     "quantize_activations",
@@ -65,6 +70,52 @@ def linear(
         )
     return torch.ops.realizar_torch.linear(
         x, weight, fmt, in_features, bias, activations=activations, layout=layout
+    )
+
+
+def linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    fmts: Sequence[str],
+    in_features: int,
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    activations: str = "float",
+    layouts: Sequence[str] | None = None,
+) -> Tensor:
+    """``linear`` of ``x`` with each of several weights, side by side → ``[..., sum of rows]``.
+
+    ``fmts`` has a format for every weight; ``biases`` None: none has one; ``layouts`` None: all "ggml". int8
+    activations are quantized once for all formats of one padded width. The bits are those of ``linear``,
+    except that a GPU multiplies three weights of one padded width in one launch, for up to 64 rows of int8
+    activations, whose sums may be in another order. FormatError unless there is one of each per weight.
+    """
+    biases = [None] * len(weights) if biases is None else list(biases)
+    layouts = ["ggml"] * len(weights) if layouts is None else list(layouts)
+    return torch.ops.realizar_torch.linears(
+        x, list(weights), list(fmts), in_features, biases, activations=activations, layouts=layouts
+    )
+
+
+def gated_linear(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    fmt: str,
+    in_features: int,
+    *,
+    activation: str,
+    activations: str = "float",
+    layout: str = "ggml",
+) -> Tensor:
+    """``activation(linear(x, gate)) * linear(x, up)`` → ``[..., rows]``; the weights are of one format, shape
+    and layout.
+
+    ``activation``: "silu", "gelu" (exact) or "gelu_tanh". For few rows a GPU rounds the result alone to the
+    dtype of ``x``; elsewhere, and where a derivative is taken, the products are rounded, too.
+    """
+    return torch.ops.realizar_torch.gated_linear(
+        x, gate, up, fmt, in_features, activation=activation, activations=activations, layout=layout
     )
 
 

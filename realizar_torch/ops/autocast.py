@@ -3,7 +3,7 @@
 Lookups and decoding state their dtype and are left alone. ``float64`` tensors are never cast.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,23 @@ def linear(
     **options: str,
 ) -> Tensor:
     return torch.ops.realizar_torch.linear(cast(x), weight, fmt, in_features, cast(bias), **options)
+
+
+def linears(
+    cast: Cast,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    fmts: Sequence[str],
+    in_features: int,
+    biases: Sequence[Tensor | None],
+    **options: Any,
+) -> Tensor:
+    biases = [cast(bias) for bias in biases]
+    return torch.ops.realizar_torch.linears(cast(x), weights, fmts, in_features, biases, **options)
+
+
+def gated_linear(cast: Cast, x: Tensor, *args: Any, **options: str) -> Tensor:
+    return torch.ops.realizar_torch.gated_linear(cast(x), *args, **options)
 
 
 def expert_linear(
@@ -70,6 +87,12 @@ def _implementation(rule: Callable[..., Tensor], device_type: str) -> Callable[.
     return run
 
 
-for _name, _rule in (("linear", linear), ("expert_linear", expert_linear), ("norm_linear", norm_linear)):
+for _name, _rule in (
+    ("linear", linear),
+    ("linears", linears),
+    ("gated_linear", gated_linear),
+    ("expert_linear", expert_linear),
+    ("norm_linear", norm_linear),
+):
     for _device_type in DEVICE_TYPES:
         LIBRARY.impl(_name, _implementation(_rule, _device_type), f"Autocast{_device_type.upper()}")

@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import register_vmap
+from torch.utils._pytree import tree_leaves
 
 from realizar_torch.ops.library import LIBRARY
 
 Output = Tensor | tuple[Tensor, ...]
-Dims = tuple[int | None, ...]
+# of a list of tensors, a list
+Dims = tuple[Any, ...]
 
 
 def _leading(count: int, op: Callable[..., Output], dims: Dims, args: tuple, options: dict) -> Output | None:
     """The first ``count`` arguments take any leading dimensions; None if others are batched."""
-    if None in dims[:count] or any(dim is not None for dim in dims[count:]):
+    if None in dims[:count] or any(dim is not None for dim in tree_leaves(dims[count:])):
         return None
     inputs = (arg.movedim(dim, 0) for arg, dim in zip(args[:count], dims, strict=False))
     return op(*inputs, *args[count:], **options)
@@ -36,7 +38,12 @@ def _one_by_one(count: int, op: Callable[..., Output], dims: Dims, args: tuple, 
     """Every element of the batch by a call of its own."""
 
     def element(index: int) -> Output:
-        picked = (arg if dim is None else arg.select(dim, index) for arg, dim in zip(args, dims, strict=True))
+        def pick(arg: Any, dim: Any) -> Any:
+            if isinstance(dim, list | tuple):
+                return [pick(*pair) for pair in zip(arg, dim, strict=True)]
+            return arg if dim is None else arg.select(dim, index)
+
+        picked = (pick(*pair) for pair in zip(args, dims, strict=True))
         return op(*picked, **options)
 
     results: list[Any] = [element(index) for index in range(count)]
@@ -59,6 +66,8 @@ def _register(name: str, rule: Callable[..., Output | None]) -> None:
 
 for _name, _count in (
     ("linear", 1),
+    ("linears", 1),
+    ("gated_linear", 1),
     ("embedding", 1),
     ("norm_linear", 1),
     ("quantize_activations", 1),

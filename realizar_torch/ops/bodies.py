@@ -79,7 +79,7 @@ def linear_quantized(
     checks.check_linear_quantized(q, scale, sums, weight, fmt, in_features, bias, layout)
     require_canonical(layout, weight.device)
     flat = QuantizedActivations(_matrix(q), _matrix(scale), _matrix(sums), in_features)
-    y = _add_bias(kernels.matmul_int8(flat, weight.contiguous(), fmt), bias)
+    y = add_bias(kernels.matmul_int8(flat, weight.contiguous(), fmt), bias)
     return y.reshape(*q.shape[:-1], weight.shape[0])
 
 
@@ -160,14 +160,15 @@ def product(
     weight, in_features = weight.contiguous(), x.shape[-1]
     if activations == "int8":
         qx = kernels.quantize_activations(x.to(torch.float32).contiguous(), fmt)
-        return _add_bias(kernels.matmul_int8(qx, weight, fmt), bias)
+        return add_bias(kernels.matmul_int8(qx, weight, fmt), bias)
     x = x.to(compute_dtype(x.dtype)).contiguous()
     # compiled kernels accumulate in float32, which would not honour a float64 input
     exact = torch_kernels if x.dtype == torch.float64 else kernels
-    return _add_bias(exact.matmul(x, weight, fmt, in_features), bias)
+    return add_bias(exact.matmul(x, weight, fmt, in_features), bias)
 
 
-def _add_bias(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def add_bias(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """In place."""
     return y if bias is None else y.add_(bias.to(y.dtype))
 
 

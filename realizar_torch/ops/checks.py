@@ -7,6 +7,7 @@ import torch
 from realizar_torch.errors import FormatError
 from realizar_torch.formats import BlockFormat, get_packed_format, supported_formats
 from realizar_torch.ops.arguments import NormLinear
+from realizar_torch.ops.gates import GATES
 from realizar_torch.ops.normalization import NORMALIZATIONS
 from realizar_torch.packing import check_layout
 from realizar_torch.reference import ACTIVATION_BLOCK
@@ -134,6 +135,43 @@ def check_linear(
     check_choice("activations", activations, ACTIVATIONS)
     check_devices(x=x, weight=weight, bias=bias)
     return spec
+
+
+def check_linears(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    fmts: Sequence[str],
+    in_features: int,
+    biases: Sequence[torch.Tensor | None],
+    activations: str,
+    layouts: Sequence[str],
+) -> None:
+    """Everything about ``realizar_torch::linears``."""
+    if not weights or not len(weights) == len(fmts) == len(biases) == len(layouts):
+        raise FormatError(
+            f"{len(weights)} weights, {len(fmts)} formats, {len(biases)} biases and {len(layouts)} layouts; "
+            "expected one of each for every weight, and a weight at least"
+        )
+    for weight, fmt, bias, layout in zip(weights, fmts, biases, layouts, strict=True):
+        check_linear(x, weight, fmt, in_features, bias, activations, layout)
+
+
+def check_gated_linear(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    fmt: str,
+    in_features: int,
+    activation: str,
+    activations: str,
+    layout: str,
+) -> None:
+    """Everything about ``realizar_torch::gated_linear``."""
+    check_choice("activation", activation, tuple(GATES))
+    for weight in (gate, up):
+        check_linear(x, weight, fmt, in_features, None, activations, layout)
+    if gate.shape != up.shape:
+        raise FormatError(f"gate has shape {_shape(gate)}, up has {_shape(up)}; expected equal shapes")
 
 
 def check_expert_linear(

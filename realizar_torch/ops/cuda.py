@@ -48,17 +48,14 @@ def linear(
     layout: str = "ggml",
 ) -> Tensor:
     spec = checks.check_linear(x, weight, fmt, in_features, bias, activations, layout)
-    rows, weight = x.reshape(-1, in_features), _addressable(weight)
-    if activations == "int8" and _kernels_take(rows):
-        from realizar_torch.triton_kernels.quantize import quantize_activations as quantize
-
-        width = _padded(spec, in_features)
-        q = quantize(rows, width, _room(rows, width))
-        y = _few_product(q, len(rows), weight, spec, in_features, bias, layout, x.dtype)
-    elif _matvec_takes(rows):
+    rows, weight = x.reshape(-1, in_features), addressable(weight)
+    if activations == "int8" and few(rows):
+        q = quantized(rows, padded(spec, in_features))
+        y = few_product(q, len(rows), weight, spec.name, in_features, bias, layout, x.dtype)
+    elif matvec_takes(rows):
         from realizar_torch.triton_kernels.matvec import matvec
 
-        y = matvec(rows, weight, spec.name, in_features, _float(bias), layout=layout)
+        y = matvec(rows, weight, spec.name, in_features, kernel_float(bias), layout=layout)
     else:
         y = _matmul(rows, weight, spec, bias, layout)
     return y.view(*x.shape[:-1], weight.shape[0])
@@ -80,12 +77,12 @@ def linear_quantized(
     Up to eight rows by int8 matvecs; more are decoded and multiplied in fp32.
     """
     spec = checks.check_linear_quantized(q, scale, sums, weight, fmt, in_features, bias, layout)
-    lead, weight = q.shape[:-1], _addressable(weight)
+    lead, weight = q.shape[:-1], addressable(weight)
     q, scale, sums = (part.reshape(-1, part.shape[-1]).contiguous() for part in (q, scale, sums))
     if len(q) <= MATVEC_ROWS:
         from realizar_torch.triton_kernels.matvec import matvec_int8
 
-        y = matvec_int8(q, scale, sums, weight, spec.name, in_features, _float(bias), layout=layout)
+        y = matvec_int8(q, scale, sums, weight, spec.name, in_features, kernel_float(bias), layout=layout)
     else:
         x = q.to(torch.float32) * scale.repeat_interleave(ACTIVATION_BLOCK, -1)
         y = _matmul(x[:, :in_features], weight, spec, bias, layout)
@@ -97,7 +94,7 @@ def quantize_activations(x: Tensor, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
     from realizar_torch.triton_kernels import quantize
 
     spec = checks.check_features(x, fmt)
-    parts = quantize.quantize_activations(_float(x), _padded(spec, x.shape[-1]))
+    parts = quantize.quantize_activations(kernel_float(x), padded(spec, x.shape[-1]))
     q, scale, sums = (part.view(*x.shape[:-1], part.shape[-1]) for part in parts)
     return q, scale, sums
 
@@ -110,7 +107,7 @@ def embedding(
 
     checks.check_embedding(ids, weight, fmt, embedding_dim, dtype, layout)
     computed = torch.float32 if dtype == torch.float64 else dtype
-    weight = _addressable(weight)
+    weight = addressable(weight)
     return dequantize.embedding(ids, weight, fmt, embedding_dim, computed, layout=layout).to(dtype)
 
 
@@ -121,7 +118,7 @@ def dequantize(
 
     checks.check_dequantize(weight, fmt, in_features, dtype, layout)
     computed = torch.float32 if dtype == torch.float64 else dtype
-    return kernels.dequantize(_addressable(weight), fmt, in_features, computed, layout=layout).to(dtype)
+    return kernels.dequantize(addressable(weight), fmt, in_features, computed, layout=layout).to(dtype)
 
 
 def norm_linear(*args: Any, **kwargs: Any) -> Tensor:
@@ -131,21 +128,21 @@ def norm_linear(*args: Any, **kwargs: Any) -> Tensor:
         return bodies.norm_linear(torch_kernels, *args, **kwargs)
     checks.check_norm_linear(call)
     x, bias, layout, in_features = call.x, call.bias, call.layout, call.in_features
-    spec, rows, weight = get_packed_format(call.fmt), x.reshape(-1, in_features), _addressable(call.weight)
-    norm = (rows, _float(call.norm_weight), _float(call.norm_bias))
+    spec, rows, weight = get_packed_format(call.fmt), x.reshape(-1, in_features), addressable(call.weight)
+    norm = (rows, kernel_float(call.norm_weight), kernel_float(call.norm_bias))
     kind = {"normalization": call.normalization, "eps": call.eps}
-    if call.activations == "int8" and _kernels_take(rows):
+    if call.activations == "int8" and few(rows):
         from realizar_torch.triton_kernels.quantize import norm_quantize
 
-        width = _padded(spec, in_features)
-        q = norm_quantize(*norm, width=width, out=_room(rows, width), **kind)
-        y = _few_product(q, len(rows), weight, spec, in_features, bias, layout, x.dtype)
-    elif _matvec_takes(rows):
+        width = padded(spec, in_features)
+        q = norm_quantize(*norm, width=width, out=_room(rows, width), leading=overlaps(rows), **kind)
+        y = few_product(q, len(rows), weight, spec.name, in_features, bias, layout, x.dtype)
+    elif matvec_takes(rows):
         from realizar_torch.triton_kernels import matvec, quantize
 
         normed = quantize.normalize(*norm, **kind)
         y = x.new_empty(rows.shape[0], weight.shape[0])
-        matvec.matvec(normed, weight, spec.name, in_features, _float(bias), out=y, layout=layout)
+        matvec.matvec(normed, weight, spec.name, in_features, kernel_float(bias), out=y, layout=layout)
     else:
         normed = normalize(rows, call.norm_weight, call.norm_bias, call.normalization, call.eps)
         y = _matmul(normed.to(x.dtype), weight, spec, bias, layout)
@@ -162,24 +159,53 @@ def _matmul(x: Tensor, weight: Tensor, spec: BlockFormat, bias: Tensor | None, l
     return y if bias is None else y.add_(bias.to(y.dtype))
 
 
-def _few_product(
+def few(rows: Tensor) -> bool:
+    """Whether kernels multiply ``rows [M, K]`` with packed weights, of int8 or grouped activations."""
+    from realizar_torch.triton_kernels.configs import MATMUL_ROWS
+
+    return len(rows) <= MATMUL_ROWS and rows.dtype != torch.float64
+
+
+def quantized(rows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``rows [M, K]`` as int8 of ``width`` columns, or (more than INT8_MATVEC_ROWS) grouped."""
+    from realizar_torch.triton_kernels.quantize import quantize_activations as quantize
+
+    return quantize(rows, width, _room(rows, width), leading=overlaps(rows))
+
+
+def few_product(
     q: tuple[Tensor, Tensor, Tensor],
     count: int,
     weight: Tensor,
-    spec: BlockFormat,
+    fmt: str,
     in_features: int,
     bias: Tensor | None,
     layout: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Of ``count`` rows, int8 or (more than INT8_MATVEC_ROWS) grouped."""
+    """Of ``count`` rows as ``quantized`` gives them → ``[count, N]`` in ``dtype``."""
     from realizar_torch.triton_kernels.matmul import matmul
     from realizar_torch.triton_kernels.matvec import matvec_int8
 
-    operands = (weight, spec.name, in_features, _float(bias))
+    operands = (weight, fmt, in_features, kernel_float(bias))
     if count <= INT8_MATVEC_ROWS:
-        return matvec_int8(*q, *operands, out_dtype=dtype, layout=layout)
+        return matvec_int8(*q, *operands, out_dtype=dtype, layout=layout, dependent=overlaps(q[0]))
     return matmul(*q, count, *operands, out_dtype=dtype, layout=layout)
+
+
+def overlaps(rows: Tensor) -> bool:
+    """Whether the product of ``rows``, or of their int8 form, may begin while they are quantized.
+
+    Safe on every stream and in captured graphs: quantizing begins when all before it has ended, so weights
+    are what they are to be, and the product waits for it before it reads anything else or writes. Products of
+    grouped rows get slower by it.
+    """
+    return len(rows) <= INT8_MATVEC_ROWS and rows.is_cuda and _has_griddepcontrol(rows.device)
+
+
+@functools.cache
+def _has_griddepcontrol(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _room(rows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -189,29 +215,24 @@ def _room(rows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
     return None if len(rows) <= INT8_MATVEC_ROWS else empty_grouped(len(rows), width, rows.device)
 
 
-def _kernels_take(rows: Tensor) -> bool:
-    from realizar_torch.triton_kernels.configs import MATMUL_ROWS
-
-    return len(rows) <= MATMUL_ROWS and rows.dtype != torch.float64
-
-
-def _matvec_takes(rows: Tensor) -> bool:
+def matvec_takes(rows: Tensor) -> bool:
     # float64 inputs are computed in float64, which the kernels do not do
     return rows.shape[0] <= MATVEC_ROWS and rows.dtype != torch.float64
 
 
-def _addressable(weight: Tensor) -> Tensor:
+def addressable(weight: Tensor) -> Tensor:
     """``weight`` itself where kernels can read it: consecutive bytes in a row, rows at even addresses."""
     readable = weight.stride(1) == 1 and weight.stride(0) % 2 == 0 and weight.data_ptr() % 2 == 0
     return weight if readable else weight.clone(memory_format=torch.contiguous_format)
 
 
-def _float(x: Tensor | None) -> Tensor | None:
+def kernel_float(x: Tensor | None) -> Tensor | None:
     """Kernels read float32 and the 16-bit floats."""
     return x.to(torch.float32) if x is not None and x.dtype == torch.float64 else x
 
 
-def _padded(spec: BlockFormat, in_features: int) -> int:
+def padded(spec: BlockFormat, in_features: int) -> int:
+    """``in_features`` in whole blocks."""
     return spec.blocks(in_features) * spec.block_size
 
 

@@ -66,6 +66,20 @@ def register(
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
 
+def register_composed(name: str, composed: Callable[..., Tensor]) -> None:
+    """Where a derivative is wanted, ``realizar_torch::name`` is ``composed`` of ops that have theirs."""
+    op = getattr(torch.ops.realizar_torch, name).default
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Tensor:
+        values = (value for arg in args for value in (arg if isinstance(arg, list) else (arg,)))
+        if torch._C._are_functorch_transforms_active() or wanted(*values):
+            return composed(*args, **kwargs)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+
+    LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+
+
 def wanted(*values: Any) -> bool:
     """Whether a derivative with respect to a tensor among ``values`` is being taken, in either mode."""
     tensors = [value for value in values if isinstance(value, Tensor)]

@@ -1,5 +1,6 @@
 """The op namespace ``realizar_torch``: frozen schemas, and beside each the fake that tracing uses."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,49 @@ def _linear(
 ) -> Tensor:
     checks.check_linear(x, weight, fmt, in_features, bias, activations, layout)
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+LIBRARY.define(
+    "linears(Tensor x, Tensor[] weights, str[] fmts, int in_features, Tensor?[] biases, *, "
+    'str activations="float", str[] layouts) -> Tensor'
+)
+
+
+@register_fake("realizar_torch::linears", lib=LIBRARY)
+def _linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    fmts: Sequence[str],
+    in_features: int,
+    biases: Sequence[Tensor | None],
+    *,
+    activations: str = "float",
+    layouts: Sequence[str],
+) -> Tensor:
+    checks.check_linears(x, weights, fmts, in_features, biases, activations, layouts)
+    return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
+
+
+LIBRARY.define(
+    "gated_linear(Tensor x, Tensor gate, Tensor up, str fmt, int in_features, *, str activation, "
+    'str activations="float", str layout="ggml") -> Tensor'
+)
+
+
+@register_fake("realizar_torch::gated_linear", lib=LIBRARY)
+def _gated_linear(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    fmt: str,
+    in_features: int,
+    *,
+    activation: str,
+    activations: str = "float",
+    layout: str = "ggml",
+) -> Tensor:
+    checks.check_gated_linear(x, gate, up, fmt, in_features, activation, activations, layout)
+    return x.new_empty(*x.shape[:-1], gate.shape[0])
 
 
 LIBRARY.define(
