@@ -213,9 +213,13 @@ class DecodeGraph:
             self._sampling.choose(logits, out=self.step.tokens)
 
     def _send(self) -> None:
+        from realizar_torch.triton_kernels.launch import on_device
+
         slot = self._issued % 2
         self._host_tokens[slot].copy_(self.step.tokens, non_blocking=True)
-        self._sent[slot].record()
+        # in the stream that copies, also where another device is the current one
+        with on_device(self.step.tokens.device):
+            self._sent[slot].record()
         self._issued += 1
 
     def _graph(self) -> torch.cuda.CUDAGraph | None:
