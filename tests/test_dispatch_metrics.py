@@ -46,7 +46,7 @@ def test_too_few_values_give_zero_and_never_nan(values):
 
 def test_durations_are_microseconds():
     metrics = DispatchMetrics()
-    observe(metrics, "linear", "cpu", lambda: time.sleep(0.02))
+    observe(metrics, "linear", torch.device("cpu"), lambda: time.sleep(0.02))
     assert 20_000 <= metrics.summary().total < 2_000_000
 
 

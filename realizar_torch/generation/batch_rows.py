@@ -130,7 +130,7 @@ class HostRows:
             ids = [self._ids[row] if self._texts[row] is not None else [0] for row in rows]
             tokens, positions = _int64([row[-1] for row in ids]), _int64([len(row) - 1 for row in ids])
             run, metrics = partial(fused.run_at, tokens, positions), RECORDING.get()
-            logits = run() if metrics is None else observe(metrics, "decode_step", "cpu", run)
+            logits = run() if metrics is None else observe(metrics, "decode_step", tokens.device, run)
             return [logits[row : row + 1] for row in busy]
         return [self._by_modules(row) for row in busy]
 

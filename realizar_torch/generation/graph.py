@@ -195,7 +195,7 @@ class DecodeGraph:
         if metrics is None:
             run()
         else:
-            observe(metrics, "decode_step", "cuda", run)
+            observe(metrics, "decode_step", self.step.tokens.device, run)
         self._eager_steps += graph is None
         self._replays += graph is not None
 

@@ -109,5 +109,5 @@ def decode_step(model: Transformer, token_ids: Tensor, state: DecodeState | GpuS
         if metrics is None:
             return state.fused.run(token_ids)
         run = functools.partial(state.fused.run, token_ids)
-        return observe(metrics, "decode_step", model.device.type, run)
+        return observe(metrics, "decode_step", model.device, run)
     return model(token_ids[:, None], cache=state.cache).logits[:, -1]

@@ -36,4 +36,4 @@ def _implementation(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in bodies.OPS:
-    LIBRARY.impl(_name, recorded(_name, "cpu", _implementation(getattr(bodies, _name))), "CPU")
+    LIBRARY.impl(_name, recorded(_name, _implementation(getattr(bodies, _name))), "CPU")

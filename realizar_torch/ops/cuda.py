@@ -263,4 +263,4 @@ for _name, _own in (
     ("quantize_activations", quantize_activations),
     ("linear_quantized", linear_quantized),
 ):
-    LIBRARY.impl(_name, recorded(_name, "cuda", with_kernels(_own, getattr(bodies, _name))), "CUDA")
+    LIBRARY.impl(_name, recorded(_name, with_kernels(_own, getattr(bodies, _name))), "CUDA")

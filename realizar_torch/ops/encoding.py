@@ -67,6 +67,6 @@ def _cpu(weight: Tensor, fmt: str, importance: Tensor | None = None) -> Tensor:
     return quantize(compiled, weight, fmt, importance)
 
 
-LIBRARY.impl("quantize", recorded("quantize", "cpu", _cpu), "CPU")
-LIBRARY.impl("quantize", recorded("quantize", "cuda", _cuda), "CUDA")
+LIBRARY.impl("quantize", recorded("quantize", _cpu), "CPU")
+LIBRARY.impl("quantize", recorded("quantize", _cuda), "CUDA")
 LIBRARY.impl("quantize", _torch, "CompositeExplicitAutograd")

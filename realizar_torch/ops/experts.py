@@ -177,10 +177,8 @@ def _torch(*args: Any, **kwargs: Any) -> Tensor:
     return expert_linear(torch_kernels, *args, **kwargs)
 
 
-LIBRARY.impl("expert_linear", recorded("expert_linear", "cpu", _cpu), "CPU")
-LIBRARY.impl(
-    "expert_linear", recorded("expert_linear", "cuda", cuda.with_kernels(on_cuda, expert_linear)), "CUDA"
-)
+LIBRARY.impl("expert_linear", recorded("expert_linear", _cpu), "CPU")
+LIBRARY.impl("expert_linear", recorded("expert_linear", cuda.with_kernels(on_cuda, expert_linear)), "CUDA")
 LIBRARY.impl("expert_linear", _torch, "CompositeExplicitAutograd")
 LIBRARY.impl("expert_linear_transposed", expert_linear_transposed, "CompositeExplicitAutograd")
 derivatives.register("expert_linear", _save, _backward, _jvp)

@@ -10,34 +10,41 @@ import torch
 from realizar_torch.metrics import RECORDING, DispatchMetrics
 
 
-def recorded(op: str, backend: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, whose calls count as dispatches of ``op`` on ``backend`` ("cpu" or "cuda")."""
+def recorded(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, whose calls count as dispatches of ``op`` on its first argument's device."""
 
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
         metrics = RECORDING.get()
         if metrics is None:
             return run(*args, **kwargs)
-        return observe(metrics, op, backend, functools.partial(run, *args, **kwargs))
+        return observe(metrics, op, args[0].device, functools.partial(run, *args, **kwargs))
 
     return call
 
 
-def observe(metrics: DispatchMetrics, op: str, backend: str, run: Callable[[], Any]) -> Any:
+def observe(metrics: DispatchMetrics, op: str, device: torch.device, run: Callable[[], Any]) -> Any:
     """Runs and records: wall time on the CPU; on a GPU the time between two events, without waiting."""
-    if backend != "cuda" or torch.cuda.is_current_stream_capturing():
-        started = time.perf_counter()
+    if device.type != "cuda":
+        return _timed_by_the_host(metrics, op, device.type, run)
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            return _timed_by_the_host(metrics, op, device.type, run)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
         result = run()
-        metrics.record(op, backend, (time.perf_counter() - started) * 1e6)
-        return result
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    result = run()
-    end.record()
+        end.record()
 
     def microseconds() -> float:
         end.synchronize()
         return start.elapsed_time(end) * 1e3
 
-    metrics.defer(op, backend, microseconds)
+    metrics.defer(op, device.type, microseconds)
+    return result
+
+
+def _timed_by_the_host(metrics: DispatchMetrics, op: str, backend: str, run: Callable[[], Any]) -> Any:
+    started = time.perf_counter()
+    result = run()
+    metrics.record(op, backend, (time.perf_counter() - started) * 1e6)
     return result

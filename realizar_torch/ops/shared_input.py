@@ -210,8 +210,8 @@ def _register(
     def on_cpu(*args: Any, **kwargs: Any) -> Tensor:
         return body(cpu.kernels(), *args, **kwargs)
 
-    LIBRARY.impl(name, recorded(name, "cpu", on_cpu), "CPU")
-    LIBRARY.impl(name, recorded(name, "cuda", cuda.with_kernels(on_cuda, body)), "CUDA")
+    LIBRARY.impl(name, recorded(name, on_cpu), "CPU")
+    LIBRARY.impl(name, recorded(name, cuda.with_kernels(on_cuda, body)), "CUDA")
     LIBRARY.impl(name, partial(body, torch_kernels), "CompositeExplicitAutograd")
     derivatives.register_composed(name, one_by_one)
 
