@@ -38,7 +38,7 @@ def test_every_kernel_gives_the_same_bits():
     results = []
     for device in (FIRST, SECOND):
         torch.manual_seed(5)
-        written = list(tour(device, [("Q4_K", "ggml"), ("Q5_0", "planar")]))
+        written = list(tour(device, [("Q4_K", "ggml"), ("Q5_0", "ggml")]))
         assert {tensor.device for tensor in written} == {device}
         results.append([tensor.cpu() for tensor in written])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
