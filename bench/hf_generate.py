@@ -80,10 +80,10 @@ class Bench:
     def cases(self) -> Iterator[tuple[str, str, Callable[[], Any]]]:
         """(loop, weights, how to get the model), in order of importance."""
         yield "transformers", "dense", lambda: self.dense
-        yield "transformers", "float", lambda: self.hf_model(decoded=False)
         for activations in ("int8", "float"):
+            kind = {"decoded": False, "activations": activations}
+            yield "transformers", activations, lambda kind=kind: self.hf_model(**kind)
             yield "realizar_torch", activations, lambda activations=activations: self.own_model(activations)
-        yield "transformers", "int8", lambda: self.hf_model(decoded=False, activations="int8")
 
     def own_model(self, activations: str) -> Any:
         longest = -(-(PROMPT + FIRST + self.options.new) // 256) * 256
