@@ -11,6 +11,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from realizar_torch.errors import FormatError
+from realizar_torch.hf.forwards import share_inputs
 from realizar_torch.hf.mapping import refuse_incomplete
 from realizar_torch.hf.modules import pack_modules
 from realizar_torch.nn.layout import PackedModule
@@ -89,6 +90,7 @@ class RealizarHfQuantizer(HfQuantizer):
             dtype=dtype or torch.get_default_dtype(),
             activations=self.quantization_config.activations,
         )
+        share_inputs(model)
         if checkpoint_files and saved:
             _check_complete(model, checkpoint_files)
 

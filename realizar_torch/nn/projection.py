@@ -62,8 +62,9 @@ def are_gated(pair: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear]]
 
 def _only_multiplies(module: nn.Module) -> TypeGuard[QuantizedLinear]:
     """Whether calling it does nothing else: accelerate's hooks, for one, replace the forward."""
+    # not type(module): a compiled model would compare those of each two modules in every call
     return (
-        type(module) is QuantizedLinear
+        module.__class__ is QuantizedLinear
         and "forward" not in module.__dict__
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)

@@ -1,0 +1,127 @@
+"""MLPs and attentions of transformers whose packed projections multiply their one input together.
+
+A module gets a class that extends its own by a ``forward``; parameters, names and hooks stay where they are.
+Where a projection is hooked, adapted or replaced, the module's forward is that of transformers.
+"""
+
+import functools
+import inspect
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.activations import ACT2CLS
+
+from realizar_torch.nn.projection import are_gated, are_shared, gated, project
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+# of the names that transformers has for them
+_GATES = {
+    ACT2CLS["silu"]: "silu",
+    ACT2CLS["swish"]: "silu",
+    ACT2CLS["gelu"]: "gelu",
+    ACT2CLS["gelu_pytorch_tanh"]: "gelu_tanh",
+}
+
+
+def share_inputs(model: nn.Module) -> None:
+    """Extends every gated MLP and every attention with q, k and v of ``model``, whatever they are called."""
+    for module in model.modules():
+        for kind in (_GatedMLP, _Attention):
+            found: Any = type(module)
+            if not isinstance(module, _Extended) and kind.extends(found, module):
+                module.__class__ = _extended(kind, found)
+
+
+class _Extended(nn.Module):
+    """Copied and pickled as the class that it extends, which, unlike itself, can be imported."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        kind, base = type(self).__bases__
+        return _new, (kind, base), self.__getstate__()
+
+
+@functools.cache
+def _extended(kind: type, base: Any) -> Any:
+    described = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(base.__name__, (kind, base), {**described, "own_forward": staticmethod(base.forward)})
+
+
+def _new(kind: type, base: type) -> nn.Module:
+    extended = _extended(kind, base)
+    return extended.__new__(extended)
+
+
+class _GatedMLP(_Extended):
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
+    act_fn: Any
+
+    @staticmethod
+    def extends(kind: type[nn.Module], module: nn.Module) -> bool:
+        """Whether its forward is down(act(gate(x)) * up(x)): tried with numbers."""
+        if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+            return False
+        trial: Any = SimpleNamespace(
+            gate_proj=lambda x: x + 1,
+            up_proj=lambda x: x + 2,
+            down_proj=lambda x: 3 * x,
+            act_fn=lambda x: x + 4,
+        )
+        try:
+            return kind.forward(trial, 5) == 3 * (5 + 1 + 4) * (5 + 2)
+        except (AttributeError, TypeError):
+            # it needs more than that
+            return False
+
+    def forward(self, x: Tensor) -> Tensor:
+        activation = _GATES.get(type(self.act_fn))
+        if activation is None or not are_gated((self.gate_proj, self.up_proj)):
+            return super().forward(x)
+        return self.down_proj(gated(x, self.gate_proj, self.up_proj, activation))
+
+
+class _Attention(_Extended):
+    own_forward: Any
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+
+    @staticmethod
+    def extends(kind: type[nn.Module], module: nn.Module) -> bool:
+        """Whether it has such projections, and its input is called as everywhere in transformers."""
+        inputs = list(inspect.signature(kind.forward).parameters)[1:2]
+        return inputs == ["hidden_states"] and all(hasattr(module, name) for name in _PROJECTIONS)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        projections = [getattr(self, name) for name in _PROJECTIONS]
+        if not are_shared(projections):
+            return super().forward(hidden_states, *args, **kwargs)
+        outputs = project(hidden_states, projections)
+        return self.own_forward(_Projected(self, hidden_states, outputs), hidden_states, *args, **kwargs)
+
+
+class _Projected:
+    """An attention, to its own forward, whose projections of ``x`` are known."""
+
+    def __init__(self, attention: nn.Module, x: Tensor, outputs: Sequence[Tensor]) -> None:
+        self._attention, self._x, self._outputs = attention, x, outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attention, name)
+
+    def q_proj(self, x: Tensor) -> Tensor:
+        return self._output(0, x)
+
+    def k_proj(self, x: Tensor) -> Tensor:
+        return self._output(1, x)
+
+    def v_proj(self, x: Tensor) -> Tensor:
+        return self._output(2, x)
+
+    def _output(self, index: int, x: Tensor) -> Tensor:
+        if x is self._x:
+            return self._outputs[index]
+        return getattr(self._attention, _PROJECTIONS[index])(x)
