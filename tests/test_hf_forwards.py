@@ -75,7 +75,7 @@ def test_every_architecture_shares_what_it_can(name: str, activations: str, devi
 @torch.no_grad()
 def test_a_compiled_layer_has_four_products(device: str) -> None:
     """No graph breaks, and what is compiled is what runs."""
-    model, ids, graphs = model_of("llama", device=device), IDS.to(device), []
+    model, ids, graphs = model_of("qwen3", device=device), IDS.to(device), []
     expected = model(ids).logits
 
     def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
