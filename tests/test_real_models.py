@@ -26,6 +26,8 @@ PROMPTS = (
 MODELS = ("smollm2", "gemma3")
 # positions at the end of a prompt whose logits are looked at
 KEPT = 48
+# root mean square of what int8 activations move the top 20 logits by
+INT8_ERROR = {"smollm2": 0.3, "gemma3": 0.5}
 
 
 @pytest.fixture(params=MODELS)
@@ -122,7 +124,6 @@ def test_int8_error_on_the_top_logits(path, name, prompt):
     ids = encode(tokenizer, PROMPTS[prompt])
     expected = reference_logits(path, prompt)
     top = expected.topk(20).indices
-    limit = {"smollm2": 0.3, "gemma3": 0.5}[name]
     steps = min(KEPT, ids.shape[1] - 1)
     with torch.inference_mode():
         prefilled = model(ids, logits_to_keep=KEPT).logits[0]
@@ -131,7 +132,7 @@ def test_int8_error_on_the_top_logits(path, name, prompt):
         decoded = torch.cat([decode_step(model, ids[:, -steps + s], state).clone() for s in range(steps)])
     for logits in (prefilled, decoded):
         error = (logits - expected[-len(logits) :]).gather(-1, top[-len(logits) :])
-        assert error.square().mean().sqrt() <= limit
+        assert error.square().mean().sqrt() <= INT8_ERROR[name]
 
 
 def test_int8_perplexity_is_near_llama_cpp(path, name):
