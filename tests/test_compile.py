@@ -1,5 +1,6 @@
 """torch.compile with its own compiler: one graph, equal to eager, at most two graphs over batch sizes."""
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 
@@ -87,6 +88,17 @@ def test_two_graphs_are_enough_for_every_batch(
             ids = torch.arange(batch, device=device) % 20
             _assert_close(compiled(ids), module(ids), activations)
     assert _graphs() <= 2
+
+
+@torch.no_grad()
+def test_a_compiled_call_looks_nothing_of_packed_modules_up_in_classes() -> None:
+    """Guards on properties and class attributes copy the dict of the class, in every call and module."""
+    module = Pipeline("Q4_K", "int8")
+    torch.compile(module, backend="eager", fullgraph=True)(torch.arange(3))
+    (entry,) = torch._dynamo.eval_frame._debug_get_cache_entry_list(Pipeline.forward.__code__)
+    guards = str(entry.guard_manager)
+    assert "_modules['head']._parameters['weight']" in guards
+    assert set(re.findall(r"type\(L\['self'\]\._modules\['(\w+)'\]", guards)) <= {"norm"}
 
 
 @pytest.mark.parametrize(("device", "options"), COMPILED)

@@ -9,7 +9,7 @@ from torch import nn
 from realizar_torch import ops
 from realizar_torch.errors import FormatError
 from realizar_torch.nn import packed
-from realizar_torch.nn.layout import PackedModule
+from realizar_torch.nn.layout import PackedModule, stored_by
 
 
 class QuantizedEmbedding(PackedModule):
@@ -74,7 +74,7 @@ class QuantizedEmbedding(PackedModule):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """``ids`` int64 or int32, any shape → ``[*ids.shape, embedding_dim]``; others are a FormatError."""
         return ops.embedding(
-            ids, self.stored, self.fmt, self.embedding_dim, dtype=self.dtype, layout=self.layout
+            ids, stored_by(self), self.fmt, self.embedding_dim, dtype=self.dtype, layout=self.layout
         )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:

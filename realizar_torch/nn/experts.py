@@ -10,7 +10,7 @@ from torch.nn import functional
 from realizar_torch import ops
 from realizar_torch.errors import FormatError
 from realizar_torch.nn import packed
-from realizar_torch.nn.layout import PackedModule
+from realizar_torch.nn.layout import PackedModule, stored_by
 from realizar_torch.nn.mlp import GatedMLP, activation_of
 from realizar_torch.ops.autocast import autocasts
 from realizar_torch.ops.grouping import by_expert
@@ -44,7 +44,7 @@ class QuantizedExperts(PackedModule):
         return ops.expert_linear(
             x,
             experts,
-            self.stored,
+            stored_by(self),
             self.fmt,
             self.in_features,
             activations=self.activations,

@@ -40,22 +40,19 @@ class PackedModule(nn.Module):
     """
 
     fmt: str
-    layout: str = "ggml"
+    layout: str
     weight: nn.Parameter
     packed: Tensor
     _entry: _Entry
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.layout = "ggml"
+
     @property
     def stored(self) -> Tensor:
         """The weight's bytes ``uint8 [rows, row_bytes]`` in ``layout``."""
-        if self.layout == "ggml":
-            return self.weight
-        if "weight" in self._parameters or "weight" in self.__dict__:
-            raise FormatError(
-                f"a weight was set on a {type(self).__name__} that is packed as {self.layout!r}; "
-                "call rt.unpack before setting weights, or load them with load_state_dict"
-            )
-        return self.packed
+        return stored_by(self)
 
     @property
     def memory_bytes(self) -> int:
@@ -119,3 +116,15 @@ class PackedModule(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+
+def stored_by(module: PackedModule) -> Tensor:
+    """``module.stored`` for what is compiled, whose every call would look a property up in the class."""
+    if module.layout == "ggml":
+        return module.weight
+    if "weight" in module._parameters or "weight" in module.__dict__:
+        raise FormatError(
+            f"a weight was set on a {type(module).__name__} that is packed as {module.layout!r}; "
+            "call rt.unpack before setting weights, or load them with load_state_dict"
+        )
+    return module.packed

@@ -7,7 +7,7 @@ from torch import nn
 
 from realizar_torch import ops
 from realizar_torch.nn import packed
-from realizar_torch.nn.layout import PackedModule
+from realizar_torch.nn.layout import PackedModule, stored_by
 from realizar_torch.ops.checks import check_vector
 from realizar_torch.reference import QuantizedActivations
 
@@ -82,7 +82,7 @@ class QuantizedLinear(PackedModule):
         """``x [..., in_features]`` → ``[..., out_features]``; quantized activations give float32."""
         return ops.linear(
             x,
-            self.stored,
+            stored_by(self),
             self.fmt,
             self.in_features,
             self.bias,

@@ -6,6 +6,7 @@ from typing import TypeGuard
 from torch import Tensor, nn
 
 from realizar_torch import ops
+from realizar_torch.nn.layout import stored_by
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.ops.gates import GATES
 
@@ -18,16 +19,17 @@ def project(x: Tensor, linears: Sequence[nn.Module]) -> Sequence[Tensor]:
     """
     if not are_shared(linears):
         return [linear(x) for linear in linears]
+    weights = [stored_by(linear) for linear in linears]
     joined = ops.linears(
         x,
-        [linear.stored for linear in linears],
+        weights,
         [linear.fmt for linear in linears],
         linears[0].in_features,
         [linear.bias for linear in linears],
         activations="int8",
         layouts=[linear.layout for linear in linears],
     )
-    return joined.split([linear.out_features for linear in linears], -1)
+    return joined.split([len(weight) for weight in weights], -1)
 
 
 def gated(x: Tensor, gate: nn.Module, up: nn.Module, activation: str) -> Tensor:
@@ -36,15 +38,16 @@ def gated(x: Tensor, gate: nn.Module, up: nn.Module, activation: str) -> Tensor:
     if not are_gated(pair):
         gates, ups = project(x, pair)
         return GATES[activation](gates) * ups
+    first, second = pair
     return ops.gated_linear(
         x,
-        pair[0].stored,
-        pair[1].stored,
-        pair[0].fmt,
-        pair[0].in_features,
+        stored_by(first),
+        stored_by(second),
+        first.fmt,
+        first.in_features,
         activation=activation,
-        activations=pair[0].activations,
-        layout=pair[0].layout,
+        activations=first.activations,
+        layout=first.layout,
     )
 
 
@@ -55,9 +58,12 @@ def are_shared(linears: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLine
 
 def are_gated(pair: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear]]:
     """Whether ``gated`` is one op: two packed modules alike, without biases, that only multiply."""
-    return all(_only_multiplies(linear) and linear.bias is None for linear in pair) and (
-        len({(linear.fmt, linear.layout, linear.activations, linear.out_features) for linear in pair}) == 1
-    )
+    kinds = [
+        (linear.fmt, linear.layout, linear.activations, stored_by(linear).shape)
+        for linear in pair
+        if _only_multiplies(linear) and linear.bias is None
+    ]
+    return len(kinds) == 2 and kinds[0] == kinds[1]
 
 
 def _only_multiplies(module: nn.Module) -> TypeGuard[QuantizedLinear]:
