@@ -17,9 +17,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 K = 256
 # formats, rows and layouts of each weight; 300 columns are padded to two widths, 256 are whole blocks
 GROUPS = {
-    "one launch": (256, ("Q4_K", "Q8_0", "Q6_K"), (9, 5, 6), ("ggml", "planar", "planar")),
-    "two widths": (300, ("Q4_K", "Q8_0", "Q6_K"), (5, 4, 3), ("ggml", "ggml", "ggml")),
-    "two weights": (256, ("Q5_0", "Q8_0"), (7, 4), ("ggml", "planar")),
+    "one launch": (256, ("Q4_K", "Q8_0", "Q6_K"), (5, 2, 3), ("ggml", "planar", "planar")),
+    "two widths": (300, ("Q4_K", "Q8_0", "Q6_K"), (3, 2, 1), ("ggml", "ggml", "ggml")),
+    "two weights": (256, ("Q5_0", "Q8_0"), (3, 2), ("ggml", "planar")),
 }
 
 
@@ -31,7 +31,7 @@ def _group(name: str) -> tuple:
     return columns, weights, fmts, layouts, dense
 
 
-BATCHES = {"one launch": (1, 3, 5, 65), "two widths": (2, 5), "two weights": (2, 65)}
+BATCHES = {"one launch": (2, 5, 65), "two widths": (2,), "two weights": (5, 65)}
 
 
 @pytest.mark.parametrize(("group", "batch"), [(group, n) for group in GROUPS for n in BATCHES[group]])
@@ -54,7 +54,7 @@ def test_linears_of_int8_activations_are_those_of_linear(group: str, batch: int)
         assert_within(part[0], alone[0].double(), 2 * float_tolerance(x[0], values))
 
 
-@pytest.mark.parametrize("batch", [2, 9])
+@pytest.mark.parametrize("batch", [1, 9])
 def test_linears_of_exact_activations_have_the_bits_of_linear(batch: int) -> None:
     _, weights, fmts, layouts, _ = _group("one launch")
     x, none = random_activations(batch, K, dtype=torch.bfloat16).to(DEVICE), [None] * 3
