@@ -32,6 +32,10 @@ CHANGES: dict[str, Callable] = {
     "a weight seen with other strides": lambda m: setattr(
         m.norm.weight, "data", m.norm.weight.data.as_strided(m.norm.weight.shape, (0,))
     ),
+    "fewer rows of a weight": lambda m: setattr(
+        m.layers[1].self_attn.o_proj, "weight", nn.Parameter(m.layers[1].self_attn.o_proj.weight[:8], False)
+    ),
+    "frequencies written to": lambda m: m.rope.inv_freq.mul_(0.5),
     "another dtype": lambda m: m.to(torch.float16),
     "a bias": lambda m: setattr(m.layers[0].self_attn.o_proj, "bias", nn.Parameter(torch.ones(64))),
 }
@@ -62,6 +66,21 @@ def test_use_is_no_change(model: rt.Transformer) -> None:
     model.generate(ids, max_new_tokens=3)
     model.norm.weight.data.mul_(2)
     assert fingerprint.matches(model)
+
+
+def test_a_module_that_holds_its_owner_is_read_once(model: rt.Transformer) -> None:
+    model.layers[0].owner = model
+    fingerprint = Fingerprint(model, "gpu_states")
+    assert fingerprint.matches(model)
+    model.layers[0].attn_norm.eps = 0.5
+    assert not fingerprint.matches(model)
+
+
+@torch.inference_mode()
+def test_tensors_of_inference_mode_count_no_writes(tmp_path) -> None:
+    model = rt.load(write_tiny_llama(tmp_path / "tiny.gguf"), device="cpu")[0]
+    assert model.rope.inv_freq.is_inference()
+    assert Fingerprint(model, "gpu_states").matches(model)
 
 
 def test_replaced_weights_are_not_kept(model: rt.Transformer) -> None:

@@ -3,15 +3,16 @@
 import operator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 
 class Fingerprint:
-    """The modules, attributes, hooks and tensors' places of a model.
+    """The modules, attributes, hooks and tensors' places of a model, and how often buffers were written to.
 
     Attributes are compared by identity: an equal one in the place of another counts as a change, and one that
-    is changed within itself does not, but for modules' parameters, buffers, children and forward hooks.
+    is changed within itself does not, but for modules' parameters, buffers, children and forward hooks. Nor
+    do parameters' values count, or what is written through ``data``, which torch does not count either.
     ``apart``: the attribute of the model that may own this, and is left out.
     """
 
@@ -33,10 +34,13 @@ class Fingerprint:
         objects += [value for name, value in model.__dict__.items() if name != self._apart]
         places: list[tuple] = []
         pending: list[nn.Module | None] = [model]
+        # a module may be held twice, or even hold what holds it
+        seen: set[nn.Module] = set()
         while pending:
             module = pending.pop()
-            if module is None:
+            if module is None or module in seen:
                 continue
+            seen.add(module)
             own = module.__dict__
             objects.append(type(module))
             if module is not model:
@@ -47,12 +51,18 @@ class Fingerprint:
             if children := own["_modules"]:
                 objects += children.values()
                 pending += children.values()
-            for held in (own["_parameters"], own["_buffers"]):
-                if held:
-                    # places alone: a tensor that was replaced would be kept
-                    places += [
-                        (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.stride())
-                        for tensor in held.values()
-                        if tensor is not None
-                    ]
+            if parameters := own["_parameters"]:
+                places += [_place(tensor) for tensor in parameters.values() if tensor is not None]
+            if buffers := own["_buffers"]:
+                # a step has a table of the angles that it had frequencies for
+                places += [
+                    (*_place(tensor), 0 if tensor.is_inference() else tensor._version)
+                    for tensor in buffers.values()
+                    if tensor is not None
+                ]
         return objects, places
+
+
+def _place(tensor: Tensor) -> tuple:
+    """Not the tensor: one that was replaced would be kept."""
+    return tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride()

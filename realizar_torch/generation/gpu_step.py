@@ -53,9 +53,10 @@ def why_not(model: Transformer, cache: KVCache) -> str | None:
 class GpuStep:
     """One token of every sequence of a cache. Eager calls and graphs run the same ``launch``.
 
-    It holds views of the cache and the workspace, and the weights themselves: build a new one when any of
-    them may have moved. The residual stream is fp32. ``tokens`` int64 [B] is what the next step reads;
-    ``positions`` int32 [B] are where it goes, and rise by ``moving``, 1 or 0 for a row that stands still.
+    It holds views of the cache and the workspace, the weights themselves and a table of all angles: build a
+    new one when any of them may have moved, or frequencies changed. The residual stream is fp32. ``tokens``
+    int64 [B] is what the next step reads; ``positions`` int32 [B] are where it goes, and rise by ``moving``,
+    1 or 0 for a row that stands still.
     """
 
     def __init__(self, model: Transformer, cache: KVCache, workspace: Workspace):
@@ -109,9 +110,7 @@ class GpuStep:
 
     @torch.inference_mode()
     def refresh(self) -> None:
-        """Takes over what has changed since the last generation: q, k and v biases, of which alone the step
-        holds a copy, and Dynamo.
-        """
+        """Takes over q, k and v biases written to since the last generation, and whether there is Dynamo."""
         self._linears.refresh()
         self._untraced_run = _untraced(GpuStep._run)
 
