@@ -136,25 +136,26 @@ def test_a_product_that_overlaps_reads_weights_written_just_before(captured: boo
     x = random_activations(1, 4096, dtype=torch.bfloat16).cuda()
     weights = [torch.empty_like(weight) for weight in sets[0]]
 
+    def used(weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        scaled, kind = x * 2, {"activations": "int8"}
+        return [
+            ops.linears(scaled, weights, fmts, 4096, **kind),
+            ops.linear(scaled, weights[0], fmts[0], 4096, **kind),
+            ops.gated_linear(scaled, weights[1], weights[1], fmts[1], 4096, activation="silu", **kind),
+        ]
+
     def written_and_used() -> list[torch.Tensor]:
         found = []
         for source in sets:
             for weight, new in zip(weights, source, strict=True):
                 weight.copy_(new)
-            scaled = x * 2
-            found.append(ops.linears(scaled, weights, fmts, 4096, activations="int8"))
-            found.append(ops.linear(scaled, weights[0], fmts[0], 4096, activations="int8"))
-            pair = (weights[1], weights[1])
-            found.append(
-                ops.gated_linear(scaled, *pair, fmts[1], 4096, activation="silu", activations="int8")
-            )
+            found += used(weights)
         return found
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        expected = [y.clone() for y in written_and_used()]
-    stream.synchronize()
+    expected = [y for source in sets for y in used(source)]
+    torch.cuda.synchronize()
     assert not torch.equal(expected[0], expected[3])
+    stream = torch.cuda.Stream()
     if captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
