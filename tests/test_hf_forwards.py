@@ -146,6 +146,17 @@ def test_a_hooked_projection_is_called_as_ever() -> None:
 
 
 @torch.inference_mode()
+def test_a_hooked_activation_is_called_as_ever() -> None:
+    model, seen = model_of("llama"), []
+    expected = model(IDS).logits
+    mlp = model.model.layers[0].mlp
+    mlp.act_fn.register_forward_hook(
+        lambda _, inputs, y: seen.append(torch.equal(y, mlp.act_fn.forward(*inputs)))
+    )
+    assert torch.equal(model(IDS).logits, expected) and seen == [True]
+
+
+@torch.inference_mode()
 def test_another_activation_is_what_runs() -> None:
     """Gates that no kernel knows are left to transformers."""
     model = model_of("llama")

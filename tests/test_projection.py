@@ -61,6 +61,35 @@ def test_hooks_of_linears_that_share_an_input_see_the_input() -> None:
 
 
 @torch.no_grad()
+def test_hooks_of_all_modules_see_every_linear() -> None:
+    linears, seen = [int8_linear() for _ in "qk"], []
+    for linear in linears:
+        linear.bias = None
+    x = random_activations(2, 3, 300)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        project(x, linears)
+        gated(x, *linears, "silu")
+    finally:
+        handle.remove()
+    assert seen == 2 * linears
+
+
+def test_outputs_may_be_changed_in_place_where_gradients_are_wanted() -> None:
+    """Olmo clamps queries, keys and values so."""
+    linears, grads = [int8_linear(fmt) for fmt in ("Q4_K", "Q8_0")], []
+    for together in (True, False):
+        x = random_activations(2, 3, 300).requires_grad_()
+        outputs = project(x, linears) if together else [linear(x) for linear in linears]
+        limit = outputs[0].detach().abs().mean()
+        for y in outputs:
+            y.clamp_(-limit, limit)
+        sum(y.square().sum() for y in outputs).backward()
+        grads.append(x.grad)
+    assert grads[0].count_nonzero() and torch.equal(*grads)
+
+
+@torch.no_grad()
 def test_a_forward_that_was_replaced_is_called() -> None:
     """accelerate's way to bring a weight for one call."""
     linears, x = [int8_linear() for _ in "qkv"], random_activations(2, 300)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.activations import ACT2CLS
 
-from realizar_torch.nn.projection import are_gated, are_shared, gated, project
+from realizar_torch.nn.projection import are_gated, are_shared, gated, is_plain, project
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # of the names that transformers has for them
@@ -78,7 +78,7 @@ class _GatedMLP(_Extended):
 
     def forward(self, x: Tensor) -> Tensor:
         activation = _GATES.get(type(self.act_fn))
-        if activation is None or not are_gated((self.gate_proj, self.up_proj)):
+        if activation is None or not is_plain(self.act_fn) or not are_gated((self.gate_proj, self.up_proj)):
             return super().forward(x)
         return self.down_proj(gated(x, self.gate_proj, self.up_proj, activation))
 

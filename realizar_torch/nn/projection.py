@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TypeGuard
 
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks
 
 from realizar_torch import ops
 from realizar_torch.nn.layout import stored_by
@@ -29,7 +30,12 @@ def project(x: Tensor, linears: Sequence[nn.Module]) -> Sequence[Tensor]:
         activations="int8",
         layouts=[linear.layout for linear in linears],
     )
-    return joined.split([len(weight) for weight in weights], -1)
+    outputs, column = [], 0
+    for weight in weights:
+        # not by split, whose views nobody may change in place where gradients are wanted
+        outputs.append(joined.narrow(-1, column, len(weight)))
+        column += len(weight)
+    return outputs
 
 
 def gated(x: Tensor, gate: nn.Module, up: nn.Module, activation: str) -> Tensor:
@@ -67,11 +73,15 @@ def are_gated(pair: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear]]
 
 
 def _only_multiplies(module: nn.Module) -> TypeGuard[QuantizedLinear]:
-    """Whether calling it does nothing else: accelerate's hooks, for one, replace the forward."""
     # not type(module): a compiled model would compare those of each two modules in every call
+    return module.__class__ is QuantizedLinear and is_plain(module)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether calling it is its class's forward and nothing else: accelerate's hooks, for one, replace it."""
     return (
-        module.__class__ is QuantizedLinear
-        and "forward" not in module.__dict__
+        "forward" not in module.__dict__
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
+        and not hooks._has_any_global_hook()
     )
