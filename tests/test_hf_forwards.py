@@ -13,6 +13,7 @@ from test_hf_modelling import MODEL_TYPES, modelling_file
 from test_hf_models import KNOWN, Requantized
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import realizar_torch as rt
 from realizar_torch.hf import forwards
@@ -220,10 +221,38 @@ class Dropping(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) / 2
 
 
-def test_an_mlp_that_does_something_else_is_left_alone() -> None:
-    module = nn.Sequential(Dropping())
+class Refusing(Dropping):
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise ValueError("expected a tensor")
+        return super().forward(x)
+
+
+class Renamed(Dropping):
+    """Its callers may say the name."""
+
+    def forward(self, hidden_state: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_state)) * self.up_proj(hidden_state))
+
+
+@pytest.mark.parametrize("kind", [Dropping, Refusing, Renamed])
+def test_an_mlp_that_does_something_else_is_left_alone(kind: type[nn.Module]) -> None:
+    module = nn.Sequential(kind())
     forwards.share_inputs(module)
-    assert type(module[0]) is Dropping
+    assert type(module[0]) is kind
+
+
+@torch.inference_mode()
+def test_a_forward_that_a_class_was_given_is_that_of_its_new_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    def patched(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(self)
+        return own(self, hidden_states, *args, **kwargs)
+
+    expected, own, seen = model_of("llama")(IDS).logits, LlamaAttention.forward, []
+    monkeypatch.setattr(LlamaAttention, "forward", patched)
+    model = model_of("llama")
+    assert torch.equal(model(IDS).logits, expected)
+    assert len(seen) == model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

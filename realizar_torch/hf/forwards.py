@@ -1,12 +1,13 @@
 """MLPs and attentions of transformers whose packed projections multiply their one input together.
 
 A module gets a class that extends its own by a ``forward``; parameters, names and hooks stay where they are.
-Where a projection is hooked, adapted or replaced, the module's forward is that of transformers.
+Where a projection is hooked, adapted or replaced, the module's forward is that of transformers: the one that
+its class had when the module was made.
 """
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ def share_inputs(model: nn.Module) -> None:
         for kind in (_GatedMLP, _Attention):
             found: Any = type(module)
             if not isinstance(module, _Extended) and kind.extends(found, module):
-                module.__class__ = _extended(kind, found)
+                module.__class__ = _extended(kind, found, found.forward)
 
 
 class _Extended(nn.Module):
@@ -43,13 +44,13 @@ class _Extended(nn.Module):
 
 
 @functools.cache
-def _extended(kind: type, base: Any) -> Any:
+def _extended(kind: type, base: type, own_forward: Callable[..., Any]) -> Any:
     described = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(base.__name__, (kind, base), {**described, "own_forward": staticmethod(base.forward)})
+    return type(base.__name__, (kind, base), {**described, "own_forward": staticmethod(own_forward)})
 
 
-def _new(kind: type, base: type) -> nn.Module:
-    extended = _extended(kind, base)
+def _new(kind: type, base: Any) -> nn.Module:
+    extended = _extended(kind, base, base.forward)
     return extended.__new__(extended)
 
 
@@ -61,8 +62,10 @@ class _GatedMLP(_Extended):
 
     @staticmethod
     def extends(kind: type[nn.Module], module: nn.Module) -> bool:
-        """Whether its forward is down(act(gate(x)) * up(x)): tried with numbers."""
+        """Whether its forward is down(act(gate(x)) * up(x)), of an ``x`` of that name: tried with numbers."""
         if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+            return False
+        if list(inspect.signature(kind.forward).parameters) != ["self", "x"]:
             return False
         trial: Any = SimpleNamespace(
             gate_proj=lambda x: x + 1,
@@ -72,8 +75,8 @@ class _GatedMLP(_Extended):
         )
         try:
             return kind.forward(trial, 5) == 3 * (5 + 1 + 4) * (5 + 2)
-        except (AttributeError, TypeError):
-            # it needs more than that
+        except Exception:
+            # of any kind: it needs more than that
             return False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,8 +95,9 @@ class _Attention(_Extended):
     @staticmethod
     def extends(kind: type[nn.Module], module: nn.Module) -> bool:
         """Whether it has such projections, and its input is called as everywhere in transformers."""
-        inputs = list(inspect.signature(kind.forward).parameters)[1:2]
-        return inputs == ["hidden_states"] and all(hasattr(module, name) for name in _PROJECTIONS)
+        if not all(hasattr(module, name) for name in _PROJECTIONS):
+            return False
+        return list(inspect.signature(kind.forward).parameters)[1:2] == ["hidden_states"]
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         projections = [getattr(self, name) for name in _PROJECTIONS]
