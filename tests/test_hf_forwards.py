@@ -130,6 +130,16 @@ def test_copies_share_too(surgery: Any, tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
+def test_a_class_that_extends_the_extended_one_is_copied_too() -> None:
+    """As FSDP makes them, for one."""
+    mlp = model_of("llama").model.layers[0].mlp
+    mlp.__class__ = type("Extension", (type(mlp),), {})
+    x = torch.randn(2, mlp.gate_proj.in_features)
+    again = copy.deepcopy(mlp)
+    assert type(again) is type(mlp) and torch.equal(again(x), mlp(x))
+
+
+@torch.inference_mode()
 def test_a_hooked_projection_is_called_as_ever() -> None:
     model, seen = model_of("llama"), []
     layers, expected = model.config.num_hidden_layers, model(IDS).logits

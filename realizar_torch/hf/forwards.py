@@ -38,7 +38,10 @@ def share_inputs(model: nn.Module) -> None:
 class _Extended(nn.Module):
     """Copied and pickled as the class that it extends, which, unlike itself, can be imported."""
 
-    def __reduce_ex__(self, protocol: Any) -> tuple:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if "own_forward" not in vars(type(self)):
+            # somebody has extended it once more
+            return super().__reduce_ex__(protocol)
         kind, base = type(self).__bases__
         return _new, (kind, base), self.__getstate__()
 
