@@ -245,7 +245,7 @@ def measure(name: str, depth: int, limit: float, timeline: bool) -> list[dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", nargs="*", default=["8b", "1b"])
     parser.add_argument("--depth", nargs="*", type=int, default=[128, 8192])
     parser.add_argument("--profile", action="store_true")

@@ -161,7 +161,7 @@ def _grouped_product(batch: int, q, scale, sums, *operands, **options):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--formats", nargs="*", default=["Q4_K", "Q6_K"])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 4, 8, 16, 32, 64])

@@ -250,7 +250,7 @@ def chain(mixed: bool, limit: float) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--formats", nargs="*", default=list(supported_formats()))
     parser.add_argument("--out", type=Path)

@@ -64,6 +64,12 @@ def test_a_models_header_is_enough(run, model, monkeypatch):
     assert all(0 < check["error"] < 0.3 for check in of_cpu if check["kernel"].startswith("linear"))
 
 
+def test_a_missing_model_is_the_only_thing_told(run, tmp_path):
+    code, out, err = run("doctor", "-m", tmp_path / "none.gguf")
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1 and "none.gguf: path: found 'No such file" in err
+
+
 def test_a_wrong_product_is_named(run, monkeypatch):
     right = diagnosis.op_checks.ops.linear
 

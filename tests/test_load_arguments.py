@@ -111,3 +111,13 @@ def test_numbers_and_names_of_other_types(directory):
 def test_bad_arguments_are_refused(directory, argument, words):
     with pytest.raises(rt.FormatError, match=words):
         rt.load(directory, **argument)
+
+
+def test_a_device_without_a_back_end_is_refused_in_a_sentence(directory):
+    with pytest.raises(rt.BackendUnavailableError) as refused:
+        rt.load(directory, device="fpga")
+    message = str(refused.value)
+    assert message.startswith("device 'fpga' cannot be used: ") and "'FPGA'" in message
+    assert message.endswith("; expected 'cpu', or 'cuda' where PyTorch sees a GPU")
+    # torch's own message goes on for a page
+    assert ". " not in message

@@ -22,3 +22,18 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
     assert names["ids"].shape[1] > names["input_ids"].shape[1]
     assert names["linear"].in_features == 256
     assert capsys.readouterr().out
+
+
+def test_the_commands_of_its_figures_are_there():
+    commands = re.findall(r"`python (bench/\w+\.py)([^`]*)`", README.read_text())
+    assert len(commands) > 10
+    for script, arguments in commands:
+        source = (README.parent / script).read_text()
+        for option in re.findall(r"--[\w-]+", arguments):
+            assert f'"{option}"' in source, f"{script} has no {option}"
+
+
+def test_the_help_of_benchmarks_shows_their_commands_as_lines():
+    for script in (README.parent / "bench").glob("*.py"):
+        source = script.read_text()
+        assert source.count("description=__doc__") == source.count("HelpFormatter"), script.name

@@ -96,8 +96,8 @@ def _cached_model(hub: ModuleType, repo: str, quant: str | None) -> Path:
         folder = Path(hub.snapshot_download(repo, local_files_only=True))
     except hub.errors.LocalEntryNotFoundError:
         raise BackendUnavailableError(
-            f"the Hugging Face Hub cannot be reached (or offline mode is on) and {repo} is not in its cache; "
-            "name a GGUF file instead"
+            f"{repo} is no file here, the Hugging Face Hub cannot be reached (or offline mode is on), and "
+            "its cache does not hold it; name a GGUF file"
         ) from None
     names = [file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")]
     return folder / select_files(names, quant, f"the cached part of {repo}")[0]

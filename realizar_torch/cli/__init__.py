@@ -107,7 +107,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     quantize.add_argument("source", help="a GGUF file of F32, F16 or BF16, or a Hugging Face directory")
     quantize.add_argument("directory", help="where to save; must be empty or not exist yet")
-    quantize.add_argument("--format", required=True, help="of every matrix, for example Q4_K or Q8_0")
+    quantize.add_argument(
+        "--format",
+        required=True,
+        help="for example Q4_K, where rows that are no whole blocks of 256 take Q5_0",
+    )
     quantize.add_argument(
         "--max-shard-size", type=_bytes, default=5_000_000_000, metavar="SIZE", help="of a file, default: 5GB"
     )

@@ -58,9 +58,9 @@ class Diagnosis:
 
 def run(args: argparse.Namespace) -> int:
     """The verb: prints the diagnosis; returns 1 if a kernel is wrong."""
-    if args.model is not None:
-        print("Compiling and checking kernels (minutes on a first run)", file=sys.stderr, flush=True)
-    diagnosis = doctor(args.model)
+    source = _opened(args.model)
+    print("Checking kernels (up to minutes on a first run, which compiles them)", file=sys.stderr, flush=True)
+    diagnosis = _diagnosis(args.model, source)
     print(json.dumps(diagnosis.as_dict()) if args.json else diagnosis)
     return 0 if diagnosis.ok else EXIT_PROBLEMS
 
@@ -73,7 +73,14 @@ def doctor(model: str | os.PathLike[str] | None = None) -> Diagnosis:
     a weight; else the matrix products of every format in a small size. Raises what ``rt.load`` would raise
     for the file.
     """
-    source = None if model is None else open_source(find_model(os.fspath(model)))
+    return _diagnosis(model, _opened(model))
+
+
+def _opened(model: str | os.PathLike[str] | None) -> ModelSource | None:
+    return None if model is None else open_source(find_model(os.fspath(model)))
+
+
+def _diagnosis(model: str | os.PathLike[str] | None, source: ModelSource | None) -> Diagnosis:
     shapes = small_shapes() if source is None else shapes_of(source)
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     checks = [check for name in devices for check in _checks(source, shapes, torch.device(name))]

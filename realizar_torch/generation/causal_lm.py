@@ -123,8 +123,12 @@ def _usable_device(device: torch.device | str | None) -> torch.device:
     try:
         target = torch.empty(0, device=device).device
     except (AssertionError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise BackendUnavailableError(f"device {str(device)!r} cannot be used: {reason}") from None
+        # torch's first sentence; behind it come pages about its own back ends
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        raise BackendUnavailableError(
+            f"device {str(device)!r} cannot be used: {reason}; expected 'cpu', or 'cuda' where PyTorch "
+            "sees a GPU"
+        ) from None
     if target.type == "meta":
         raise FormatError("device is 'meta', where tensors have no values; load to 'cpu' or 'cuda'")
     return target
