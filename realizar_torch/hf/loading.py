@@ -51,8 +51,10 @@ def from_gguf(
     config: fields that replace what the file says ({"sliding_window": 4096}), or a whole config.
     tokenizer: used in the place of the file's own, which then is not read.
 
-    On a GPU ``rt.prepack(model)`` afterwards rearranges the weights for its kernels. What
-    ``save_pretrained`` writes is loaded by ``from_pretrained`` once ``realizar_torch.hf`` is imported.
+    Modules are transformers' own; MLPs and attentions are of classes that extend those, under the same name,
+    to multiply what shares an input together. On a GPU ``rt.prepack(model)`` afterwards rearranges the
+    weights for its kernels. What ``save_pretrained`` writes is loaded by ``from_pretrained`` once
+    ``realizar_torch.hf`` is imported.
     Raises what ``rt.open_gguf`` raises; FormatError for a directory of another kind, and for arguments that
     transformers refuses; UnsupportedArchitectureError for an architecture, feature or tokenizer that has no
     row here; MissingTensorsError unless file and model agree on every tensor.
