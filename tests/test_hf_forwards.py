@@ -222,6 +222,17 @@ def test_a_projection_of_something_else_is_made() -> None:
     assert torch.equal(module[0](hidden_states=x, other=other), expected)
 
 
+class TwoInputs(CrossAttention):
+    def forward(self, hidden_states: Tensor, key_value_states: Tensor) -> Tensor:
+        return super().forward(hidden_states, key_value_states)
+
+
+def test_an_attention_of_two_inputs_makes_no_keys_for_nothing() -> None:
+    module = nn.Sequential(TwoInputs())
+    forwards.share_inputs(module)
+    assert type(module[0]) is TwoInputs
+
+
 class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -97,10 +97,14 @@ class _Attention(_Extended):
 
     @staticmethod
     def extends(kind: type[nn.Module], module: nn.Module) -> bool:
-        """Whether it has such projections, and its input is called as everywhere in transformers."""
+        """Whether it has such projections, and one input, by the names that transformers gives them.
+
+        Of two inputs, as in a decoder behind an encoder, keys and values would be made for nothing.
+        """
         if not all(hasattr(module, name) for name in _PROJECTIONS):
             return False
-        return list(inspect.signature(kind.forward).parameters)[1:2] == ["hidden_states"]
+        first, *others = list(inspect.signature(kind.forward).parameters)[1:] or [""]
+        return first == "hidden_states" and not any(name.endswith("_states") for name in others)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         projections = [getattr(self, name) for name in _PROJECTIONS]
