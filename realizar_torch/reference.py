@@ -56,7 +56,7 @@ def dequantize(
         )
     stored = blocks.shape[-1] // fmt.block_bytes * fmt.block_size
     columns = stored if in_features is None else in_features
-    if fmt.blocks(columns) * fmt.block_size != stored:
+    if padded_features(columns, fmt) != stored:
         raise FormatError(
             f"rows of {blocks.shape[-1]} bytes hold {stored} {fmt.name} weights, but in_features={columns} "
             f"needs {fmt.row_bytes(columns)} bytes"
@@ -83,6 +83,12 @@ def linear(
     return y.to(x.dtype)
 
 
+def padded_features(in_features: int, fmt: str | BlockFormat) -> int:
+    """``in_features`` rounded up to whole blocks; formats that agree can share quantized activations."""
+    fmt = _resolve(fmt)
+    return fmt.blocks(in_features) * fmt.block_size
+
+
 def quantize_activations(
     x: torch.Tensor, fmt: str | BlockFormat, device: torch.device | str | None = None
 ) -> QuantizedActivations:
@@ -94,7 +100,7 @@ def quantize_activations(
     """
     fmt = _resolve(fmt)
     in_features = x.shape[-1]
-    padding = fmt.blocks(in_features) * fmt.block_size - in_features
+    padding = padded_features(in_features, fmt) - in_features
     padded = torch.nn.functional.pad(x.detach().to(device or x.device, torch.float32), (0, padding))
     blocks = padded.unflatten(-1, (-1, ACTIVATION_BLOCK))
     amax = blocks.abs().amax(-1, keepdim=True)

@@ -50,8 +50,7 @@ class Matrix:
     @property
     def width(self) -> int:
         """in_features in whole blocks."""
-        spec = get_packed_format(self.fmt)
-        return spec.blocks(self.in_features) * spec.block_size
+        return reference.padded_features(self.in_features, self.fmt)
 
     def sample(self, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Random blocks, uint8 ``[rows, row_bytes]``, and their float64 weights, on ``device``.

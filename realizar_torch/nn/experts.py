@@ -15,6 +15,7 @@ from realizar_torch.nn.mlp import GatedMLP, activation_of
 from realizar_torch.ops.autocast import autocasts
 from realizar_torch.ops.grouping import by_expert
 from realizar_torch.ops.normalization import compute_dtype
+from realizar_torch.reference import padded_features
 
 
 class QuantizedExperts(PackedModule):
@@ -37,7 +38,7 @@ class QuantizedExperts(PackedModule):
     @property
     def padded_features(self) -> int:
         """As of a ``QuantizedLinear``."""
-        return packed.padded(self.in_features, self.fmt)
+        return padded_features(self.in_features, self.fmt)
 
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:
         """x [..., 1 or used, in_features], experts int64 [..., used] -> [..., used, out_features]."""

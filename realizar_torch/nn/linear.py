@@ -9,7 +9,7 @@ from realizar_torch import ops
 from realizar_torch.nn import packed
 from realizar_torch.nn.layout import PackedModule, stored_by
 from realizar_torch.ops.checks import check_vector
-from realizar_torch.reference import QuantizedActivations
+from realizar_torch.reference import QuantizedActivations, padded_features
 
 
 class QuantizedLinear(PackedModule):
@@ -76,7 +76,7 @@ class QuantizedLinear(PackedModule):
     @property
     def padded_features(self) -> int:
         """``in_features`` rounded up to whole blocks; formats that agree can share quantized activations."""
-        return packed.padded(self.in_features, self.fmt)
+        return padded_features(self.in_features, self.fmt)
 
     def forward(self, x: torch.Tensor | QuantizedActivations) -> torch.Tensor:
         """``x [..., in_features]`` → ``[..., out_features]``; quantized activations give float32."""

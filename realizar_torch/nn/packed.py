@@ -30,12 +30,6 @@ def wrap_blocks(blocks: torch.Tensor, in_features: int, fmt: str) -> nn.Paramete
     return nn.Parameter(blocks, requires_grad=False)
 
 
-def padded(in_features: int, fmt: str) -> int:
-    """``in_features`` rounded up to whole blocks; formats that agree can share quantized activations."""
-    spec = get_packed_format(fmt)
-    return spec.blocks(in_features) * spec.block_size
-
-
 def check_sizes(in_features: int, out_features: int) -> None:
     """FormatError unless both are integers of at least 1."""
     for name, size in (("in_features", in_features), ("out_features", out_features)):

@@ -10,7 +10,7 @@ from realizar_torch.ops.arguments import NormLinear
 from realizar_torch.ops.gates import GATES
 from realizar_torch.ops.normalization import NORMALIZATIONS
 from realizar_torch.packing import check_layout
-from realizar_torch.reference import ACTIVATION_BLOCK
+from realizar_torch.reference import ACTIVATION_BLOCK, padded_features
 
 ACTIVATIONS = ("float", "int8")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -69,7 +69,7 @@ def check_quantized(
     q: torch.Tensor, scale: torch.Tensor, sums: torch.Tensor, spec: BlockFormat, in_features: int
 ) -> None:
     """Quantized activations whose padding fits a weight of ``in_features`` columns of ``spec``."""
-    width = spec.blocks(in_features) * spec.block_size
+    width = padded_features(in_features, spec)
     if q.ndim and q.shape[-1] != width:
         raise FormatError(
             f"activations are padded to {q.shape[-1]} values, but {spec.name} needs {width}; "

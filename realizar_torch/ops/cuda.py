@@ -19,7 +19,7 @@ from realizar_torch.ops.arguments import NormLinear
 from realizar_torch.ops.library import LIBRARY
 from realizar_torch.ops.normalization import normalize
 from realizar_torch.ops.recording import recorded
-from realizar_torch.reference import ACTIVATION_BLOCK
+from realizar_torch.reference import ACTIVATION_BLOCK, padded_features
 
 # More rows than this leave the memory limit of a matvec; the kernels take no more.
 MATVEC_ROWS = 8
@@ -50,7 +50,7 @@ def linear(
     spec = checks.check_linear(x, weight, fmt, in_features, bias, activations, layout)
     rows, weight = x.reshape(-1, in_features), addressable(weight)
     if activations == "int8" and few(rows):
-        q = quantized(rows, padded(spec, in_features))
+        q = quantized(rows, padded_features(in_features, spec))
         y = few_product(q, len(rows), weight, spec.name, in_features, bias, layout, x.dtype)
     elif matvec_takes(rows):
         from realizar_torch.triton_kernels.matvec import matvec
@@ -94,7 +94,7 @@ def quantize_activations(x: Tensor, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
     from realizar_torch.triton_kernels import quantize
 
     spec = checks.check_features(x, fmt)
-    parts = quantize.quantize_activations(kernel_float(x), padded(spec, x.shape[-1]))
+    parts = quantize.quantize_activations(kernel_float(x), padded_features(x.shape[-1], spec))
     q, scale, sums = (part.view(*x.shape[:-1], part.shape[-1]) for part in parts)
     return q, scale, sums
 
@@ -134,7 +134,7 @@ def norm_linear(*args: Any, **kwargs: Any) -> Tensor:
     if call.activations == "int8" and few(rows):
         from realizar_torch.triton_kernels.quantize import norm_quantize
 
-        width = padded(spec, in_features)
+        width = padded_features(in_features, spec)
         q = norm_quantize(*norm, width=width, out=_room(rows, width), leading=overlaps(rows), **kind)
         y = few_product(q, len(rows), weight, spec.name, in_features, bias, layout, x.dtype)
     elif matvec_takes(rows):
@@ -229,11 +229,6 @@ def addressable(weight: Tensor) -> Tensor:
 def kernel_float(x: Tensor | None) -> Tensor | None:
     """Kernels read float32 and the 16-bit floats."""
     return x.to(torch.float32) if x is not None and x.dtype == torch.float64 else x
-
-
-def padded(spec: BlockFormat, in_features: int) -> int:
-    """``in_features`` in whole blocks."""
-    return spec.blocks(in_features) * spec.block_size
 
 
 @functools.cache

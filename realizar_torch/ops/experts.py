@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from realizar_torch.errors import FormatError
-from realizar_torch.formats import get_packed_format
 from realizar_torch.ops import bodies, checks, cpu, cuda, derivatives, torch_kernels
 from realizar_torch.ops.autograd import times_weight
 from realizar_torch.ops.grouping import by_expert
 from realizar_torch.ops.library import LIBRARY
 from realizar_torch.ops.recording import recorded
+from realizar_torch.reference import padded_features
 
 # Rows of a decode step: up to this many a GPU is given all work at once and nobody waits for it.
 STEP_ROWS = 32
@@ -104,8 +104,7 @@ def _matvec(
 
     if activations == "float":
         return experts.expert_matvec(rows, ids, weight, fmt, share, layout=layout)
-    spec = get_packed_format(fmt)
-    q = quantize.quantize_activations(rows, spec.blocks(rows.shape[1]) * spec.block_size)
+    q = quantize.quantize_activations(rows, padded_features(rows.shape[1], fmt))
     return experts.expert_matvec_int8(
         *q, ids, weight, fmt, rows.shape[1], share, out_dtype=rows.dtype, layout=layout
     )

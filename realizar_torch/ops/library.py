@@ -9,7 +9,7 @@ from torch.library import register_fake
 
 from realizar_torch.ops import checks
 from realizar_torch.ops.arguments import NormLinear
-from realizar_torch.reference import ACTIVATION_BLOCK
+from realizar_torch.reference import ACTIVATION_BLOCK, padded_features
 
 LIBRARY = torch.library.Library("realizar_torch", "FRAGMENT")
 
@@ -169,7 +169,7 @@ LIBRARY.define("quantize_activations(Tensor x, str fmt) -> (Tensor, Tensor, Tens
 @register_fake("realizar_torch::quantize_activations", lib=LIBRARY)
 def _quantize_activations(x: Tensor, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
     spec = checks.check_features(x, fmt)
-    lead, blocks = x.shape[:-1], spec.blocks(x.shape[-1]) * spec.block_size // ACTIVATION_BLOCK
+    lead, blocks = x.shape[:-1], padded_features(x.shape[-1], spec) // ACTIVATION_BLOCK
     return (
         x.new_empty(*lead, blocks * ACTIVATION_BLOCK, dtype=torch.int8),
         x.new_empty(*lead, blocks, dtype=torch.float32),

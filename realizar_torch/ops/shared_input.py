@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realizar_torch.formats import get_packed_format
 from realizar_torch.ops import bodies, checks, cpu, cuda, derivatives, torch_kernels
 from realizar_torch.ops.gates import GATES
 from realizar_torch.ops.library import LIBRARY
 from realizar_torch.ops.recording import recorded
-from realizar_torch.reference import QuantizedActivations
+from realizar_torch.reference import QuantizedActivations, padded_features
 
 OPS = torch.ops.realizar_torch
 
@@ -74,7 +73,7 @@ def _products(
         if activations == "float":
             y = bodies.product(kernels, rows, weight, fmt, bias, activations)
         else:
-            width = cuda.padded(get_packed_format(fmt), in_features)
+            width = padded_features(in_features, fmt)
             if width not in quantized:
                 quantized[width] = kernels.quantize_activations(rows.to(torch.float32).contiguous(), fmt)
             y = bodies.add_bias(kernels.matmul_int8(quantized[width], weight.contiguous(), fmt), bias)
@@ -99,7 +98,7 @@ def linears_on_cuda(
     checks.check_linears(x, weights, fmts, in_features, biases, activations, layouts)
     rows = x.reshape(-1, in_features)
     operands = list(zip(map(cuda.addressable, weights), fmts, biases, layouts, strict=True))
-    widths = [cuda.padded(get_packed_format(fmt), in_features) for fmt in fmts]
+    widths = [padded_features(in_features, fmt) for fmt in fmts]
     if activations == "float" or not cuda.few(rows):
         y = torch.cat(
             [
@@ -157,7 +156,7 @@ def gated_linear_on_cuda(
         from realizar_torch.triton_kernels.gate_up import gate_up_int8
         from realizar_torch.triton_kernels.matmul_gate_up import matmul_gate_up
 
-        q = cuda.quantized(rows, cuda.padded(get_packed_format(fmt), in_features))
+        q = cuda.quantized(rows, padded_features(in_features, fmt))
         if len(rows) <= cuda.INT8_MATVEC_ROWS:
             y = gate_up_int8(*q, *pair, **kind, out_dtype=x.dtype, dependent=cuda.overlaps(rows))
         else:
