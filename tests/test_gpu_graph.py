@@ -129,6 +129,16 @@ def test_returned_ids_and_logits_do_not_alias_static_buffers(tmp_path):
     assert torch.equal(first, kept) and torch.equal(logits, kept_logits)
 
 
+def test_frequencies_written_to_are_those_of_the_next_generation(tmp_path):
+    """Of all of it: prompts compute their angles, and a step has a table of them."""
+    model, ids = load(tmp_path), prompt(9)
+    before = generate(model, ids)
+    model.rope.inv_freq.mul_(0.25)
+    found = generate(model, ids)
+    model.gpu_states.clear()
+    assert torch.equal(found, generate(model, ids)) and not torch.equal(found, before)
+
+
 def test_a_failed_capture_falls_back_with_one_warning(tmp_path, monkeypatch):
     """F-53: and the allocator and the stream stay usable."""
     from realizar_torch.generation import graph
