@@ -3,17 +3,17 @@
 import operator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as hooks
 
 
 class Fingerprint:
-    """The modules, attributes, hooks and tensors' places of a model, and how often buffers were written to.
+    """The modules, attributes, hooks and tensors' places of a model, and the writes to its float buffers.
 
     Attributes are compared by identity: an equal one in the place of another counts as a change, and one that
     is changed within itself does not, but for modules' parameters, buffers, children and forward hooks. Nor
-    do parameters' values count, or what is written through ``data``, which torch does not count either.
-    ``apart``: the attribute of the model that may own this, and is left out.
+    do parameters' values count, or writes through ``data``, of which torch does not know. ``apart``: the
+    attribute of the model that may own this, and is left out.
     """
 
     def __init__(self, model: nn.Module, apart: str):
@@ -52,17 +52,16 @@ class Fingerprint:
                 objects += children.values()
                 pending += children.values()
             if parameters := own["_parameters"]:
-                places += [_place(tensor) for tensor in parameters.values() if tensor is not None]
-            if buffers := own["_buffers"]:
-                # a step has a table of the angles that it had frequencies for
+                # not the tensors: one that was replaced would be kept
                 places += [
-                    (*_place(tensor), 0 if tensor.is_inference() else tensor._version)
-                    for tensor in buffers.values()
+                    (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous())
+                    for tensor in parameters.values()
                     if tensor is not None
                 ]
+            for tensor in own["_buffers"].values():
+                if tensor is not None:
+                    places.append((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous()))
+                    if tensor.is_floating_point() and not tensor.is_inference():
+                        # a step has a table of the angles that it had frequencies for
+                        places.append((tensor._version,))
         return objects, places
-
-
-def _place(tensor: Tensor) -> tuple:
-    """Not the tensor: one that was replaced would be kept."""
-    return tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
