@@ -62,8 +62,8 @@ def main() -> None:
     records = []
     print(f"{'file':34} {'':16} {'seconds':>8} {'weights/file':>13} {'resident/file':>14}  next token")
     for path in options.model:
-        size = path.stat().st_size
         ours = min((measure("realizar_torch", path) for _ in range(options.runs)), key=lambda r: r["seconds"])
+        size = path.stat().st_size
         for record in (ours, measure("transformers", path)):
             records.append(record | {"file_bytes": size})
             shares = [record[part] / size for part in ("weights", "resident")]

@@ -142,13 +142,12 @@ def on_gpu(model: str, out: Path | None) -> int:
 
 def measure(child: str, model: str, environment: dict[str, str] | None = None) -> dict:
     """One fresh process; what it prints last."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", child, model],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env=environment,
-    )
+    command = [sys.executable, "-P", "-c", child, model]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise SystemExit(f"loading {model} failed: {done.stderr.strip().splitlines()[-1]}")
+    # warnings of a run that went well
+    sys.stderr.write(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
 

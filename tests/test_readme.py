@@ -1,6 +1,8 @@
 """The README tells what the code does: its tables are the code's, its example runs."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 from readme_tables import README, updated
@@ -37,3 +39,11 @@ def test_the_help_of_benchmarks_shows_their_commands_as_lines():
     for script in (README.parent / "bench").glob("*.py"):
         source = script.read_text()
         assert source.count("description=__doc__") == source.count("HelpFormatter"), script.name
+
+
+def test_a_benchmark_of_a_missing_file_ends_in_a_sentence(tmp_path):
+    missing = tmp_path / "none.gguf"
+    command = [sys.executable, README.parent / "bench" / "load.py", "--model", missing]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert len(done.stderr.splitlines()) == 1 and f"GGUFError: {missing}: path: found" in done.stderr
