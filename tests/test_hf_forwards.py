@@ -13,7 +13,8 @@ from test_hf_modelling import MODEL_TYPES, modelling_file
 from test_hf_models import KNOWN, Requantized
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM
 
 import realizar_torch as rt
 from realizar_torch.hf import forwards
@@ -92,6 +93,21 @@ def test_a_compiled_layer_has_four_products(device: str) -> None:
     }
     layers = model.config.num_hidden_layers
     assert counts == {"linears": layers, "gated_linear": layers, "linear": 2 * layers + 1}
+
+
+@torch.inference_mode()
+def test_a_model_packed_in_place_shares_its_inputs_when_asked_to() -> None:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=50
+    )
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(config)
+    rt.quantize_model(model, "Q4_0", activations="int8")
+    expected, apart = model(IDS).logits, dispatches(lambda: model(IDS))
+    rt.hf.share_inputs(model)
+    assert torch.equal(model(IDS).logits, expected)
+    assert apart == {"linear": 14}
+    assert dispatches(lambda: model(IDS)) == {"linears": 2, "gated_linear": 2, "linear": 4}
 
 
 def test_modules_are_those_of_transformers() -> None:

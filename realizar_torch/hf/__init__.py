@@ -22,7 +22,8 @@ if tuple(map(int, _found.split(".")[:2])) < OLDEST:
     )
 
 # only now: without transformers these would fail with an error of Python's
+from realizar_torch.hf.forwards import share_inputs  # noqa: E402
 from realizar_torch.hf.loading import from_gguf  # noqa: E402
 from realizar_torch.hf.quantizer import RealizarConfig, RealizarHfQuantizer  # noqa: E402
 
-__all__ = ["RealizarConfig", "RealizarHfQuantizer", "from_gguf"]
+__all__ = ["RealizarConfig", "RealizarHfQuantizer", "from_gguf", "share_inputs"]

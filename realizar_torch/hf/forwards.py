@@ -27,7 +27,11 @@ _GATES = {
 
 
 def share_inputs(model: nn.Module) -> None:
-    """Extends every gated MLP and every attention with q, k and v of ``model``, whatever they are called."""
+    """Extends every gated MLP and every attention with q, k and v of ``model``, whatever they are called.
+
+    For a transformers model that ``rt.quantize_model`` has packed; ``from_gguf`` and ``from_pretrained`` call
+    it. Where projections are not packed, modules go on as before.
+    """
     for module in model.modules():
         for kind in (_GatedMLP, _Attention):
             found: Any = type(module)
