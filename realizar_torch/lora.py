@@ -86,10 +86,16 @@ def _refuse_trained_bytes(argument: str, names: Iterable[str] | None, model: nn.
 def dequantize(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     """Replaces the packed layers under adapters by dense ones, in place; ``merge_and_unload`` then works.
 
-    Each takes ``dtype.itemsize`` bytes a weight from now on.
+    Each takes ``dtype.itemsize`` bytes a weight from now on. FormatError where there are no adapters.
     """
-    for module in model.modules():
-        if isinstance(module, QuantizedLoraLinear) and isinstance(module.base_layer, QuantizedLinear):
+    adapted = [module for module in model.modules() if isinstance(module, QuantizedLoraLinear)]
+    if not adapted:
+        raise FormatError(
+            f"the {type(model).__name__} has no adapters on packed layers, and no other layers are made "
+            "dense; pass what get_peft_model gave"
+        )
+    for module in adapted:
+        if isinstance(module.base_layer, QuantizedLinear):
             module.base_layer = module.base_layer.to_linear(dtype).requires_grad_(False)
 
 

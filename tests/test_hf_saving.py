@@ -10,6 +10,7 @@ import transformers
 from gguf_files import write_gguf
 from hf_directories import write_hf_directory
 from hf_reference import GREEDY, TEXT
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_metadata, tiny_tensors
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -83,6 +84,27 @@ def test_what_quantize_model_packed_is_saved_and_loaded(
     assert torch.equal(again(ids).logits, model(ids).logits)
     assert isinstance(again.model.layers[0].mlp.up_proj, rt.QuantizedLinear)
     assert again.model.layers[0].mlp.up_proj.activations == options.get("activations", "float")
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_a_merged_model_is_saved_as_it_is_then(tiny_path: Path, tmp_path: Path, kept: int) -> None:
+    """Whether layers that are still packed remain or none."""
+    base, _ = rt.hf.from_gguf(tiny_path, dtype=torch.float32)
+    if not kept:
+        table = base.get_input_embeddings()
+        rows = table(torch.arange(table.num_embeddings))
+        base.set_input_embeddings(torch.nn.Embedding.from_pretrained(rows))
+        base.lm_head = base.lm_head.to_linear()
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = get_peft_model(base, rt.lora.packed(LoraConfig(target_modules=names, init_lora_weights=False)))
+    rt.lora.dequantize(model)
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    entry = json.loads((tmp_path / "config.json").read_text()).get("quantization_config", {})
+    assert len(entry.get("formats", ())) == kept
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.arange(9)[None]
+    assert torch.equal(again(ids).logits, merged(ids).logits)
 
 
 def test_models_that_no_entry_describes_are_refused() -> None:

@@ -198,6 +198,8 @@ def test_merging_is_refused_until_the_layers_are_dense() -> None:
     assert list(digest(model).values()) == list(before.values())
     assert torch.equal(model(x), expected)
 
+    with pytest.raises(rt.FormatError, match=r"Tanh has no adapters on packed layers"):
+        rt.lora.dequantize(nn.Tanh())
     rt.lora.dequantize(model)
     merged = model.merge_and_unload()
     assert [type(layer) for layer in merged] == [nn.Linear, nn.Tanh, nn.Linear]

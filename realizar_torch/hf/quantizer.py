@@ -94,6 +94,14 @@ class RealizarHfQuantizer(HfQuantizer):
         if checkpoint_files and saved:
             _check_complete(model, checkpoint_files)
 
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
+        """Asked before a model is written; its config then names what is packed now, not once was."""
+        if any(isinstance(module, PackedModule) for module in model.modules()):
+            model.config.quantization_config = RealizarConfig.from_model(model)
+        else:
+            del model.config.quantization_config
+        return None, {}
+
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         return True
 
