@@ -238,6 +238,28 @@ def test_a_projection_of_something_else_is_made() -> None:
     assert torch.equal(module[0](hidden_states=x, other=other), expected)
 
 
+class Keeping(CrossAttention):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        self.keys = self.k_proj(hidden_states)
+        return self.q_proj(hidden_states) * self.keys + self.v_proj(hidden_states)
+
+
+class Asking(Keeping):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states)
+
+
+@pytest.mark.parametrize("kind", [Keeping, Asking])
+@torch.inference_mode()
+def test_what_a_forward_sets_or_asks_for_is_the_modules_own(kind: type) -> None:
+    module, x = nn.Sequential(kind()), torch.randn(2, 32)
+    expected = module(x)
+    keys = module[0].__dict__.pop("keys")
+    forwards.share_inputs(module)
+    assert isinstance(module[0], forwards._Attention) == (kind is Keeping)
+    assert torch.equal(module(x), expected) and torch.equal(module[0].keys, keys)
+
+
 class TwoInputs(CrossAttention):
     def forward(self, hidden_states: Tensor, key_value_states: Tensor) -> Tensor:
         return super().forward(hidden_states, key_value_states)
@@ -294,7 +316,7 @@ def test_a_forward_that_a_class_was_given_is_that_of_its_new_modules(monkeypatch
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_attentions_keep_nothing_and_ask_nobody_above_them(model_type: str) -> None:
-    """Their forward gets a stand-in for the module: what it would set on that would be lost."""
+    """Their forward gets a stand-in for the module, which super() refuses."""
     for owner in ast.walk(ast.parse(modelling_file(model_type).read_text(encoding="utf-8"))):
         if not isinstance(owner, ast.ClassDef) or "q_proj" not in ast.unparse(owner):
             continue

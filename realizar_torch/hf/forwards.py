@@ -108,7 +108,9 @@ class _Attention(_Extended):
         if not all(hasattr(module, name) for name in _PROJECTIONS):
             return False
         first, *others = list(inspect.signature(kind.forward).parameters)[1:] or [""]
-        return first == "hidden_states" and not any(name.endswith("_states") for name in others)
+        one_input = first == "hidden_states" and not any(name.endswith("_states") for name in others)
+        # super() in a forward refuses a stand-in for the module
+        return one_input and "__class__" not in inspect.unwrap(kind.forward).__code__.co_freevars
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         projections = [getattr(self, name) for name in _PROJECTIONS]
@@ -122,10 +124,14 @@ class _Projected:
     """An attention, to its own forward, whose projections of ``x`` are known."""
 
     def __init__(self, attention: nn.Module, x: Tensor, outputs: Sequence[Tensor]) -> None:
-        self._attention, self._x, self._outputs = attention, x, outputs
+        for name, value in (("_attention", attention), ("_x", x), ("_outputs", outputs)):
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._attention, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._attention, name, value)
 
     def q_proj(self, x: Tensor) -> Tensor:
         return self._output(0, x)
