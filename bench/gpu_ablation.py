@@ -18,6 +18,7 @@ import gpu_layers
 import torch
 from gpu_layers import MODELS, Chain, Shape
 from gpu_matvec import graph_time, read_bandwidth
+from on_gpu import require_gpu
 from torch import Tensor
 from torch.nn import functional
 
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=128)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    require_gpu()
     variants = [(None, True), *((name, True) for name in ABLATIONS), (None, False)]
     with multiprocessing.get_context("spawn").Pool(len(variants)) as pool:
         pool.map(_compile, [(options.model, *variant) for variant in variants], chunksize=1)

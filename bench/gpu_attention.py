@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from gpu_matvec import graph_time, random_weight, read_bandwidth
+from on_gpu import require_gpu
 
 from realizar_torch.nn.cache_rows import LARGEST, dequantize_rows, quantize_rows, row_bytes
 from realizar_torch.triton_kernels.attention import attention_scratch, decode_attention
@@ -192,6 +193,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    require_gpu()
     limit = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}: read {limit:.0f} GB/s", flush=True)
     report: dict[str, object] = {"device": torch.cuda.get_device_name(), "read_gbps": limit}

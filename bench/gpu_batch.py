@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 from gpu_decode import read_bandwidth
+from on_gpu import require_gpu
 from synthetic import SHAPES, load_synthetic
 from torch import Tensor
 
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--sampled", action="store_true", help="draw tokens instead of taking the likeliest")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    require_gpu()
     started = time.perf_counter()
     jobs = [(options.model, rows, part) for rows in sorted({1, *options.batch}) for part in PARTS]
     with multiprocessing.get_context("spawn").Pool(len(jobs)) as pool:

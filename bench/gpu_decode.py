@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from on_gpu import require_gpu
 from synthetic import SHAPES, load_synthetic
 
 from realizar_torch.generation.causal_lm import CausalLM
@@ -192,6 +193,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    require_gpu()
     limit = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}: read {limit:.0f} GB/s", flush=True)
     records = []

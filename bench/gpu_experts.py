@@ -11,6 +11,7 @@ import functools
 
 import torch
 from gpu_matvec import graph_time, layout_of, random_weight, read_bandwidth
+from on_gpu import require_gpu
 
 from realizar_torch import packing, reference
 from realizar_torch.formats import get_packed_format
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=["Q4_K", "Q6_K"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 32])
     args = parser.parse_args()
+    require_gpu()
     bandwidth = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}: reads {bandwidth:.0f} GB/s")
     for experts, used, rows, columns in SHAPES:

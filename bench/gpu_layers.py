@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from gpu_matvec import graph_time, layout_of, random_weight, read_bandwidth
+from on_gpu import require_gpu
 
 from realizar_torch import packing
 from realizar_torch.triton_kernels.attention import attention_scratch, decode_attention
@@ -252,6 +253,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    require_gpu()
     limit = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}: read {limit:.0f} GB/s", flush=True)
     if options.sweep:

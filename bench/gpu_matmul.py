@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from gpu_matvec import SHAPES, Case, graph_time, layout_of, random_weight, read_bandwidth
+from on_gpu import require_gpu
 
 from realizar_torch import packing
 from realizar_torch.triton_kernels.configs import MatmulLaunch, choose_matmul
@@ -167,6 +168,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 4, 8, 16, 32, 64])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    require_gpu()
     limit = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}: read {limit:.0f} GB/s, torch {torch.__version__}", flush=True)
     report: dict[str, object] = {"device": torch.cuda.get_device_name(), "read_gbps": limit}

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from on_gpu import require_gpu
 
 from realizar_torch import packing, reference
 from realizar_torch.formats import get_packed_format, supported_formats
@@ -255,6 +256,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", default=list(supported_formats()))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    require_gpu()
     limit = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}: read {limit:.0f} GB/s, torch {torch.__version__}", flush=True)
     report: dict[str, object] = {"device": torch.cuda.get_device_name(), "read_gbps": limit}

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from gpu_matvec import SHAPES, Case, graph_time, layout_of, random_weight, read_bandwidth
+from on_gpu import require_gpu
 from torch import Tensor
 
 from realizar_torch import ops, packing, reference
@@ -254,6 +255,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", default=order, choices=supported_formats())
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    require_gpu()
     started = time.perf_counter()
     compile_all(options.formats)
     limit = read_bandwidth()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from on_gpu import require_gpu
 from synthetic import SHAPES, Shape, load_synthetic
 
 from realizar_torch.generation.causal_lm import CausalLM
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=[32, 128, 512, 2048, 4096])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    require_gpu()
     limit = tensor_core_limit()
     print(f"{torch.cuda.get_device_name()}: bf16 matmul {limit:.0f} TFLOP/s", flush=True)
     records = []

@@ -1,10 +1,12 @@
 """The README tells what the code does: its tables are the code's, its example runs."""
 
 import re
+import runpy
 import subprocess
 import sys
 
 import pytest
+import torch
 from readme_tables import README, updated
 from tiny_models import write_tiny_llama
 
@@ -47,3 +49,13 @@ def test_a_benchmark_of_a_missing_file_ends_in_a_sentence(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert len(done.stderr.splitlines()) == 1 and f"GGUFError: {missing}: path: found" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they run there")
+def test_benchmarks_of_gpus_end_in_a_sentence_without_one(monkeypatch):
+    bench = README.parent / "bench"
+    monkeypatch.syspath_prepend(bench)
+    for script in sorted(bench.glob("gpu_*.py")):
+        monkeypatch.setattr(sys, "argv", [str(script)])
+        with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+            runpy.run_path(str(script), run_name="__main__")
