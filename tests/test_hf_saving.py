@@ -13,7 +13,7 @@ from hf_reference import GREEDY, TEXT
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_metadata, tiny_tensors
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 import realizar_torch as rt
 from realizar_torch.errors import FormatError, MissingTensorsError
@@ -105,6 +105,30 @@ def test_a_merged_model_is_saved_as_it_is_then(tiny_path: Path, tmp_path: Path, 
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = torch.arange(9)[None]
     assert torch.equal(again(ids).logits, merged(ids).logits)
+
+
+@pytest.mark.parametrize("options", [{}, {"save_original_format": False}], ids=str)
+def test_mixtures_of_dense_experts_are_saved_and_loaded(options: dict[str, Any], tmp_path: Path) -> None:
+    """transformers stacks the experts that it stores one by one."""
+    torch.manual_seed(2)
+    model = MixtralForCausalLM(
+        MixtralConfig(
+            hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=4, vocab_size=50,
+        )
+    )  # fmt: skip
+    rt.quantize_model(model, "Q4_0")
+    model.config.quantization_config = rt.hf.RealizarConfig.from_model(model)
+    model.save_pretrained(tmp_path, **options)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.arange(9)[None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    tensors = load_file(tmp_path / "model.safetensors")
+    gone = next(name for name in tensors if "experts" in name)
+    del tensors[gone]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(MissingTensorsError, match=gone if options else r"missing .*experts\.0\.w1\.weight"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_models_that_no_entry_describes_are_refused() -> None:

@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -131,7 +132,11 @@ def _check_complete(model: PreTrainedModel, files: Sequence[str]) -> None:
             names = file.keys()
             stored |= {name: file.get_slice(name).get_shape() for name in names}
     tied = model.all_tied_weights_keys
-    state = {name: list(value.shape) for name, value in model.state_dict().items() if name not in tied}
+    own = {name: value for name, value in model.state_dict().items() if name not in tied}
+    # mixtures are written expert by expert, unless save_original_format=False
+    forms = (own, revert_weight_conversion(model, own))
+    written = max(forms, key=lambda form: len(form.keys() & stored.keys()))
+    state = {name: list(value.shape) for name, value in written.items()}
     problems = [f"missing {name} {shape}" for name, shape in state.items() if name not in stored]
     problems += [f"unexpected {name}" for name in stored.keys() - state.keys() - tied.keys()]
     problems += [
