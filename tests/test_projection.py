@@ -11,9 +11,9 @@ from realizar_torch.ops import cpu
 from realizar_torch.ops.gates import GATES
 
 
-def int8_linear(fmt: str = "Q4_K", seed: int = 0) -> rt.QuantizedLinear:
-    blocks, bias = random_blocks(fmt, 33, 300, seed), torch.randn(33)
-    return rt.QuantizedLinear.from_blocks(blocks, 300, fmt, bias, activations="int8")
+def int8_linear(fmt: str = "Q4_K", seed: int = 0, columns: int = 300) -> rt.QuantizedLinear:
+    blocks, bias = random_blocks(fmt, 33, columns, seed), torch.randn(33)
+    return rt.QuantizedLinear.from_blocks(blocks, columns, fmt, bias, activations="int8")
 
 
 @torch.no_grad()
@@ -49,6 +49,18 @@ def test_whatever_is_asked_of_the_modules_they_give_the_same_together(change: st
             for outputs in (found, expected)
         ]
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*grads, strict=True))
+
+
+@torch.no_grad()
+def test_a_linear_of_another_width_refuses_the_input() -> None:
+    """Rows of 290 weights take as many bytes as rows of 300."""
+    x, pair = random_activations(2, 300), [int8_linear(), int8_linear(columns=290)]
+    with pytest.raises(rt.FormatError, match="290"):
+        project(x, pair)
+    for linear in pair:
+        linear.bias = None
+    with pytest.raises(rt.FormatError, match="290"):
+        gated(x, *pair, "silu")
 
 
 @torch.no_grad()

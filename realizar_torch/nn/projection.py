@@ -58,14 +58,17 @@ def gated(x: Tensor, gate: nn.Module, up: nn.Module, activation: str) -> Tensor:
 
 
 def are_shared(linears: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear]]:
-    """Whether ``project`` is one op: packed modules of int8 activations that only multiply."""
-    return all(_only_multiplies(linear) and linear.activations == "int8" for linear in linears)
+    """Whether ``project`` is one op: packed modules of int8 activations and one width that only multiply."""
+    return (
+        all(_only_multiplies(linear) and linear.activations == "int8" for linear in linears)
+        and len({linear.in_features for linear in linears}) == 1
+    )
 
 
 def are_gated(pair: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear]]:
     """Whether ``gated`` is one op: two packed modules alike, without biases, that only multiply."""
     kinds = [
-        (linear.fmt, linear.layout, linear.activations, stored_by(linear).shape)
+        (linear.fmt, linear.layout, linear.activations, linear.in_features, stored_by(linear).shape)
         for linear in pair
         if _only_multiplies(linear) and linear.bias is None
     ]
