@@ -1,5 +1,6 @@
 """Sampling without sorting: kept sets and tokens against the definitions in float64, rows of every kind."""
 
+import dataclasses
 import math
 
 import pytest
@@ -187,3 +188,11 @@ def test_wrong_arguments_are_named():
     ):
         with pytest.raises(FormatError, match=name):
             rows.choose(wrong)
+
+
+@pytest.mark.parametrize("part", [field.name for field in dataclasses.fields(SamplingScratch)])
+def test_scratch_of_another_size_is_named(part: str):
+    rows = Rows(PARAMS[:2], 9, [1, 2])
+    rows.scratch = dataclasses.replace(rows.scratch, **{part: getattr(rows.scratch, part)[:1]})
+    with pytest.raises(FormatError, match=f"^{part} is"):
+        rows.choose(torch.randn(2, 9, device=DEVICE))

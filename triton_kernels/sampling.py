@@ -176,22 +176,26 @@ def _draw_kernel(
         tl.store(seen + row.to(tl.int64) * vocabulary + tl.maximum(token, 0), 1)
 
 
+def _scratch_of_a_row(vocabulary: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Type and shape of each part of SamplingScratch, for one row."""
+    chunks, cuts = triton.cdiv(vocabulary, _CHUNK), CUTS.value
+    return {
+        "peaks": (torch.int64, (chunks,)),
+        "means": (torch.float32, (chunks,)),
+        "masses": (torch.int64, (chunks,)),
+        "cuts": (torch.int32, (cuts,)),
+        "sums": (torch.int64, (2, cuts)),
+        "keys": (torch.int32, (chunks * _CHUNK,)),
+        "some": (torch.int32, (chunks * _CHUNK,)),
+        "state": (torch.int32, (8,)),
+    }
+
+
 def sampling_scratch(rows: int, vocabulary: int, device: torch.device) -> SamplingScratch:
     """For ``sample_rows`` of logits ``[rows, vocabulary]``."""
-    chunks, cuts = triton.cdiv(vocabulary, _CHUNK), CUTS.value
-
-    def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.zeros(rows, *shape, dtype=dtype, device=device)
-
+    parts = _scratch_of_a_row(vocabulary).items()
     return SamplingScratch(
-        peaks=zeros(torch.int64, chunks),
-        means=zeros(torch.float32, chunks),
-        masses=zeros(torch.int64, chunks),
-        cuts=zeros(torch.int32, cuts),
-        sums=zeros(torch.int64, 2, cuts),
-        keys=zeros(torch.int32, chunks * _CHUNK),
-        some=zeros(torch.int32, chunks * _CHUNK),
-        state=zeros(torch.int32, 8),
+        **{name: torch.zeros(rows, *shape, dtype=dtype, device=device) for name, (dtype, shape) in parts}
     )
 
 
@@ -217,14 +221,15 @@ def sample_rows(
     less likely than the highest is never drawn.
     """
     rows, vocabulary = logits.shape
-    expected = (
+    expected = [
         ("logits", logits, torch.float32, (rows, vocabulary)),
         ("seen", seen, torch.bool, (rows, vocabulary)),
         ("floats", floats, torch.float64, (rows, 4)),
         ("integers", integers, torch.int64, (rows, 3)),
         ("tokens", tokens, torch.int64, (rows,)),
-        ("peaks", scratch.peaks, torch.int64, (rows, triton.cdiv(vocabulary, _CHUNK))),
-    )
+    ]
+    for name, (dtype, shape) in _scratch_of_a_row(vocabulary).items():
+        expected.append((name, getattr(scratch, name), dtype, (rows, *shape)))
     for name, tensor, dtype, shape in expected:
         if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
             raise FormatError(
@@ -236,7 +241,7 @@ def sample_rows(
     options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
     sizes = {"CHUNK": _CHUNK, "CHUNKS": triton.next_power_of_2(chunks)}
     marks, s = seen.view(torch.uint8), scratch
-    with on_device(same_device(logits, seen, floats, integers, tokens, scratch.peaks)):
+    with on_device(same_device(*(tensor for _, tensor, _, _ in expected))):
         _peaks_kernel[grid](
             logits, marks, floats, s.peaks, s.means, s.sums, s.state, vocabulary,
             CHUNK=_CHUNK, CUTS=CUTS, **options,
