@@ -116,8 +116,8 @@ def test_every_argument_has_a_forward_derivative(fmt: str | None, kind: str) -> 
     x, _, _, bias = inputs
     linear = torch.autograd.gradcheck
     assert linear(lambda x, b: ops.linear(x, packed, "Q4_K", 6, b), [x, bias], check_forward_ad=True)
-    together = lambda x, b: ops.linears(x, [packed] * 2, ["Q4_K"] * 2, 6, [None, b])  # noqa: E731
-    assert linear(together, [x, bias], check_forward_ad=True)
+    pair = ([packed] * 2, ["Q4_K"] * 2, 6)
+    assert linear(lambda x, b: ops.linears(x, *pair, [None, b]), [x, bias], check_forward_ad=True)
 
 
 def test_int8_rounding_is_passed_straight_through() -> None:

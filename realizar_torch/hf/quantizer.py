@@ -99,7 +99,7 @@ class RealizarHfQuantizer(HfQuantizer):
         """Asked before a model is written; its config then names what is packed now, not once was."""
         if any(isinstance(module, PackedModule) for module in model.modules()):
             model.config.quantization_config = RealizarConfig.from_model(model)
-        else:
+        elif hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         return None, {}
 
