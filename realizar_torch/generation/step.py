@@ -50,12 +50,14 @@ def new_state(
 
     pooled: on a GPU, one of the model's states, which goes back to it when it is closed.
     """
-    if model.device.type == "cuda":
-        states = getattr(model, "gpu_states", None) if pooled else None
-        if states is not None:
-            return states.take(model, batch_size, max_positions)
-        return GpuState(model, batch_size, max_positions, None)
-    return DecodeState(model, batch_size, max_positions)
+    # tensors of inference mode could not be written to outside of it
+    with torch.inference_mode(False), torch.no_grad():
+        if model.device.type == "cuda":
+            states = getattr(model, "gpu_states", None) if pooled else None
+            if states is not None:
+                return states.take(model, batch_size, max_positions)
+            return GpuState(model, batch_size, max_positions, None)
+        return DecodeState(model, batch_size, max_positions)
 
 
 def prefill(
@@ -70,7 +72,8 @@ def prefill(
 
     input_ids int [B, T] -> fp32 logits [B, V] of the last position. cuda_graph: as in ``DecodeGraph.begin``.
     """
-    state.prepare(model)
+    with torch.inference_mode(False), torch.no_grad():
+        state.prepare(model)
     require_graph(state, cuda_graph)
     if isinstance(state, GpuState):
         state.compile(model, input_ids.numel() if input_ids.shape[-1] > 1 else 0)

@@ -121,12 +121,14 @@ class KVCache:
             del self.keys, self.values, self.scales, self.starts
         config = self._config
         shape = (config.num_layers, batch_size, config.num_kv_heads, max_seq_len, config.head_dim)
-        self._keys = torch.zeros(shape, device=self._device, dtype=self._dtype)
-        self._values = torch.zeros(shape, device=self._device, dtype=self._dtype)
-        packed = self._dtype in LARGEST
         scales = (2, *shape[:-1])
-        self._scales = torch.zeros(scales, dtype=torch.float32, device=self._device) if packed else None
-        self._starts = torch.zeros(batch_size, dtype=torch.int64, device=self._device)
+        packed = self._dtype in LARGEST
+        # tensors of inference mode could not be written to outside of it
+        with torch.inference_mode(False):
+            self._keys = torch.zeros(shape, device=self._device, dtype=self._dtype)
+            self._values = torch.zeros(shape, device=self._device, dtype=self._dtype)
+            self._scales = torch.zeros(scales, dtype=torch.float32, device=self._device) if packed else None
+            self._starts = torch.zeros(batch_size, dtype=torch.int64, device=self._device)
         self._capacity, self.max_seq_len = batch_size, max_seq_len
 
     @property
