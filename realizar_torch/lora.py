@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from realizar_torch.caller import warn_caller
 from realizar_torch.errors import BackendUnavailableError, FormatError
 from realizar_torch.nn.linear import QuantizedLinear
 
@@ -39,8 +40,9 @@ def packed(config: LoraConfig, model: nn.Module | None = None) -> LoraConfig:
         what these train is the weight itself, so they may name dense modules alone.
 
     Plain LoRA only: variants such as DoRA, and ``init_lora_weights`` that decompose the weight, are refused
-    when a layer is wrapped. FormatError for any other config, for "all-linear", by which peft means dense
-    layers alone, and for packed modules whose weight would be trained.
+    when a layer is wrapped; ``fan_in_fan_out=True``, of GPT-2's Conv1D layers, is then set to False with a
+    warning, for packed weights are ``[out, in]`` in every model. FormatError for any other config, for
+    "all-linear", by which peft means dense layers alone, and for packed modules whose weight is trained.
     """
     if not isinstance(config, LoraConfig):
         raise FormatError(f"config is a {type(config).__name__}, expected a peft.LoraConfig")
@@ -111,6 +113,12 @@ class QuantizedLoraLinear(LoraLinear):
                 f"this {type(base_layer).__name__} is packed as {base_layer.layout!r}; call rt.unpack(model) "
                 "before adding adapters (rt.prepack works on adapted models)"
             )
+        if config.fan_in_fan_out:
+            # as peft does for nn.Linear: deltas would be added transposed, and a square one without a word
+            warn_caller(
+                "fan_in_fan_out is True, but packed weights are [out_features, in_features]: set to False"
+            )
+            config.fan_in_fan_out = False
         super().__init__(base_layer, adapter_name, config, **options)
 
     def update_layer(self, adapter_name: str, *args: Any, config: LoraConfig, **options: Any) -> None:
