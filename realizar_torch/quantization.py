@@ -17,6 +17,7 @@ from realizar_torch.nn.embedding import QuantizedEmbedding
 from realizar_torch.nn.experts import DenseExperts, QuantizedExperts
 from realizar_torch.nn.layout import PackedModule
 from realizar_torch.nn.linear import QuantizedLinear
+from realizar_torch.nn.weight_readers import leave_fast_paths, weight_readers
 from realizar_torch.ops.checks import ACTIVATIONS, FLOATS, check_choice
 
 DEFAULT_EXCLUDE = ("lm_head",)
@@ -83,8 +84,11 @@ def quantize_model(
 
     Modules that share a weight go on sharing it, and stay dense together. A weight stays dense, and the
     report says so, if it is excluded or in no pattern, would not become smaller, is of a subclass (which may
-    compute something else), has hooks or parametrizations, or no values (meta device). Weights are encoded
-    one after the other: memory grows by one packed weight and the encoder's slices.
+    compute something else), has hooks or parametrizations, or no values (meta device). It also stays dense if
+    the source of a class in the model reads it, as T5's ``x.to(self.wo.weight.dtype)``, unless the pattern
+    that decides ends in the module's own name, as "*.wo" does. torch's encoder layers, which read weights for
+    speed alone, are kept from it. Weights are encoded one after the other: memory grows by one packed weight
+    and the encoder's slices.
 
     FormatError, before anything is changed: an unknown format, a pattern that matches no such module, one
     weight in two formats, nothing to replace. FormatError for a weight with NaN or infinite values comes when
@@ -100,15 +104,19 @@ def quantize_model(
         check_patterns(exclude, names)
     plan = {"*": fmt_or_plan} if isinstance(fmt_or_plan, str) else fmt_or_plan
     formats = choose_formats(plan, names)
-    work = deque((group, *_decide(group, formats, exclude)) for group in groups)
+    readers = {n: reader for n, reader in weight_readers(model).items() if not _spelled(n, plan)}
+    work = deque((group, *_decide(group, formats, exclude, readers)) for group in groups)
     count = len(groups)
     # work holds the groups alone, and each only until it is done: so dense weights go one by one
     del groups
     reports: list[ModuleReport] = []
-    while work:
-        reports.append(_quantize_one(model, *work.popleft(), activations))
-        if progress is not None:
-            progress(len(reports), count)
+    try:
+        while work:
+            reports.append(_quantize_one(model, *work.popleft(), activations))
+            if progress is not None:
+                progress(len(reports), count)
+    finally:
+        leave_fast_paths(model)
     return QuantizationReport(tuple(reports))
 
 
@@ -165,8 +173,14 @@ def _matrix(module: nn.Module) -> Tensor:
     return _weight(module).t() if _is_conv1d(module) else _weight(module).flatten(0, -2)
 
 
+def _spelled(name: str, plan: Mapping[str, str]) -> bool:
+    """Whether the pattern that decides on a module ends in its own name."""
+    pattern = next((pattern for pattern in plan if fnmatchcase(name, pattern)), "")
+    return pattern.endswith(name.rpartition(".")[2])
+
+
 def _decide(
-    group: _Weight, formats: Mapping[str, BlockFormat], exclude: tuple[str, ...]
+    group: _Weight, formats: Mapping[str, BlockFormat], exclude: tuple[str, ...], readers: Mapping[str, str]
 ) -> tuple[BlockFormat | None, str | None]:
     """The format of a weight, or the reason why it stays dense."""
     for name, module in group.members:
@@ -176,6 +190,8 @@ def _decide(
             return None, f"no pattern matches {name}"
         if (reason := _unsupported(module)) is not None:
             return None, f"{name} {reason}"
+        if name in readers:
+            return None, f"{name} is not only called: {readers[name]}"
     if len({_is_conv1d(module) for _, module in group.members}) > 1:
         return None, "shared by modules that read it in two directions"
     chosen = {formats[name].name for name in group.names}

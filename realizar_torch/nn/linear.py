@@ -22,6 +22,9 @@ class QuantizedLinear(PackedModule):
     ``model.requires_grad_(True)`` raises inside torch for packed bytes. What trains, averages or initialises
     all parameters has to leave them out: ``[p for p in model.parameters() if p.is_floating_point()]``. An EMA
     that multiplies them, as ``AveragedModel`` does, changes bytes for some decays without an error.
+
+    Code that reads ``weight`` instead of calling the module finds bytes. torch's ``TransformerEncoderLayer``
+    does not after ``layer.activation_relu_or_gelu = 0``, which ``quantize_model`` says where it packs.
     """
 
     bias: nn.Parameter | None

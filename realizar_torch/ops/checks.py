@@ -49,9 +49,13 @@ def check_dense_weight(weight: torch.Tensor, in_features: int) -> None:
 def check_input(x: torch.Tensor, in_features: int) -> None:
     """A float ``[..., in_features]`` input."""
     if x.dtype not in FLOATS:
-        raise FormatError(
-            f"input is {x.dtype}, expected one of {', '.join(map(str, FLOATS))}; convert it first"
-        )
+        advice = "convert it first"
+        if x.dtype == torch.uint8:
+            advice = (
+                "if the model casts it to its layer's weight.dtype, which is that of bytes here, that layer "
+                "has to stay dense: name it in quantize_model(..., exclude=...)"
+            )
+        raise FormatError(f"input is {x.dtype}, expected one of {', '.join(map(str, FLOATS))}; {advice}")
     if x.ndim == 0 or x.shape[-1] != in_features:
         raise FormatError(f"input has shape {_shape(x)}, expected last dimension {in_features} (in_features)")
 
