@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from realizar_torch.errors import FormatError
+from realizar_torch.errors import CacheFullError, FormatError
 from realizar_torch.generation.gpu_state import GpuStates
 from realizar_torch.generation.workspace import Workspace
 from realizar_torch.nn.kv_cache import KVCache
@@ -57,6 +57,33 @@ def test_workspace_takes_1_to_32_sequences(batch_size):
     with pytest.raises(FormatError):
         workspace.ensure(batch_size)
     assert workspace.stats.capacity == 32
+
+
+def test_a_workspace_that_cannot_grow_holds_nothing_and_may_try_again():
+    workspace = Workspace.for_model(CONFIG, 4)
+    workspace._config = SimpleNamespace(**vars(CONFIG) | {"vocab_size": 2**55})
+    with pytest.raises(RuntimeError):
+        workspace.ensure(8)
+    assert (workspace.stats.capacity, workspace.stats.nbytes) == (0, 0)
+    assert not any(hasattr(workspace, name) for name in BUFFERS)
+    workspace._config = CONFIG
+    assert workspace.ensure(4)
+    assert workspace.stats.nbytes == sum(getattr(workspace, name).nbytes for name in BUFFERS) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_cache_that_cannot_grow_is_empty_and_may_try_again(dtype):
+    cache = KVCache(CONFIG, 2, 64, dtype=dtype)
+    old = weakref.ref(cache._keys)
+    with pytest.raises(RuntimeError):
+        cache.ensure(1, 2**50)
+    assert old() is None
+    cache.reset(zero=True)
+    assert (cache.memory_bytes, cache.length, cache.max_seq_len, cache.dtype) == (0, 0, 0, dtype)
+    with pytest.raises(CacheFullError):
+        cache.require(1)
+    assert cache.ensure(1, 64) and not cache.ensure(1, 64)
+    assert cache.memory_bytes == KVCache(CONFIG, 1, 64, dtype=dtype).memory_bytes > 0
 
 
 def test_cache_moves_exactly_when_it_must():

@@ -58,7 +58,10 @@ class Workspace:
         return workspace
 
     def ensure(self, batch_size: int) -> bool:
-        """Makes room for ``batch_size`` sequences. True: the buffers moved, every kept pointer is stale."""
+        """Makes room for ``batch_size`` sequences. True: the buffers moved, every kept pointer is stale.
+
+        Where there is too little memory, torch's error leaves a workspace without buffers.
+        """
         if not 1 <= batch_size <= MAX_BATCH:
             raise FormatError(f"batch size {batch_size} is outside 1 to {MAX_BATCH}")
         if batch_size <= self._capacity:
@@ -67,15 +70,16 @@ class Workspace:
         width = padded_width(max(config.hidden_size, config.q_dim, config.intermediate_size))
         # the old buffers are freed first: two sets need not fit
         self.clear()
-        for name in ("hidden", "narrow", "wide"):
-            setattr(self, name, self._buffer(batch_size, width))
         # tensor cores take vectors in whole groups
         rows = -(-batch_size // _GROUP) * _GROUP
-        self.quants = self._buffer(rows, 2 * width, torch.int8)
-        self.scales = self._buffer(rows, width // ACTIVATION_BLOCK)
-        self.sums = self._buffer(rows, 2 * width // ACTIVATION_BLOCK)
-        self.qkv = self._buffer(batch_size, padded_width(config.q_dim + 2 * config.kv_dim))
-        self.logits = self._buffer(batch_size, config.vocab_size)
+        buffers = {name: self._buffer(batch_size, width) for name in ("hidden", "narrow", "wide")} | {
+            "quants": self._buffer(rows, 2 * width, torch.int8),
+            "scales": self._buffer(rows, width // ACTIVATION_BLOCK),
+            "sums": self._buffer(rows, 2 * width // ACTIVATION_BLOCK),
+            "qkv": self._buffer(batch_size, padded_width(config.q_dim + 2 * config.kv_dim)),
+            "logits": self._buffer(batch_size, config.vocab_size),
+        }
+        vars(self).update(buffers)
         self._capacity = batch_size
         self._reallocations += 1
         return True

@@ -57,7 +57,7 @@ class KVCache:
         if dtype not in CACHE_DTYPES:
             raise FormatError(f"a cache of {dtype}; expected one of {', '.join(map(str, CACHE_DTYPES))}")
         self._config, self._device, self._dtype = config, device, dtype
-        self._capacity = self.batch_size = self.max_seq_len = 0
+        self._capacity = self.max_seq_len = 0
         self.ensure(batch_size, max_seq_len)
 
     @classmethod
@@ -93,7 +93,8 @@ class KVCache:
     def ensure(self, batch_size: int, max_seq_len: int) -> bool:
         """Empties the cache and makes room for ``batch_size`` sequences of ``max_seq_len`` positions or more.
 
-        True: the memory moved, and every pointer into it is stale.
+        True: the memory moved, and every pointer into it is stale. Where there is too little memory, torch's
+        error leaves a cache of no positions, whose room may be asked for again.
         """
         if batch_size < 1 or max_seq_len < 1:
             raise FormatError(
@@ -101,7 +102,10 @@ class KVCache:
             )
         moved = batch_size > self._capacity or max_seq_len > self.max_seq_len
         if moved:
-            self._allocate(max(batch_size, self._capacity), max(max_seq_len, self.max_seq_len))
+            larger = max(batch_size, self._capacity), max(max_seq_len, self.max_seq_len)
+            # freed first: two caches need not fit
+            self._allocate(0, 0)
+            self._allocate(*larger)
         self._view(batch_size)
         self.starts.zero_()
         return moved
@@ -115,21 +119,18 @@ class KVCache:
         self._length, self._padded = 0, False
 
     def _allocate(self, batch_size: int, max_seq_len: int) -> None:
-        if self._capacity:
-            # freed first: two caches need not fit
-            del self._keys, self._values, self._scales, self._starts
-            del self.keys, self.values, self.scales, self.starts
+        """Takes the place of what there is once all of it is there."""
         config = self._config
         shape = (config.num_layers, batch_size, config.num_kv_heads, max_seq_len, config.head_dim)
-        scales = (2, *shape[:-1])
         packed = self._dtype in LARGEST
         # tensors of inference mode could not be written to outside of it
         with torch.inference_mode(False):
-            self._keys = torch.zeros(shape, device=self._device, dtype=self._dtype)
-            self._values = torch.zeros(shape, device=self._device, dtype=self._dtype)
-            self._scales = torch.zeros(scales, dtype=torch.float32, device=self._device) if packed else None
-            self._starts = torch.zeros(batch_size, dtype=torch.int64, device=self._device)
+            keys, values = (torch.zeros(shape, device=self._device, dtype=self._dtype) for _ in "kv")
+            scales = torch.zeros(2, *shape[:-1], dtype=torch.float32, device=self._device) if packed else None
+            starts = torch.zeros(batch_size, dtype=torch.int64, device=self._device)
+        self._keys, self._values, self._scales, self._starts = keys, values, scales, starts
         self._capacity, self.max_seq_len = batch_size, max_seq_len
+        self._view(batch_size)
 
     @property
     def length(self) -> int:
