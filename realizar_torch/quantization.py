@@ -13,7 +13,7 @@ from realizar_torch import ops
 from realizar_torch.errors import FormatError
 from realizar_torch.format_plan import check_patterns, choose_formats
 from realizar_torch.formats import BlockFormat
-from realizar_torch.nn.embedding import QuantizedEmbedding
+from realizar_torch.nn.embedding import QuantizedEmbedding, ScaledEmbedding
 from realizar_torch.nn.experts import DenseExperts, QuantizedExperts
 from realizar_torch.nn.layout import PackedModule
 from realizar_torch.nn.linear import QuantizedLinear
@@ -22,6 +22,14 @@ from realizar_torch.ops.checks import ACTIVATIONS, FLOATS, check_choice
 
 DEFAULT_EXCLUDE = ("lm_head",)
 _KINDS = (nn.Linear, nn.Embedding, DenseExperts)
+# classes of transformers, which need not be there: a linear of weight [in, out], one of nn.Linear's numbers,
+# and embeddings that scale their rows
+_CONV1D = "transformers.pytorch_utils.Conv1D"
+_FALCON_LINEAR = "transformers.models.falcon.modeling_falcon.FalconLinear"
+_SCALED = tuple(
+    f"transformers.models.{name.lower()}.modeling_{name.lower()}.{name}TextScaledWordEmbedding"
+    for name in ("Gemma", "Gemma2", "Gemma3", "VaultGemma")
+)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -74,8 +82,8 @@ def quantize_model(
     activations: str = "float",
     progress: Callable[[int, int], None] | None = None,
 ) -> QuantizationReport:
-    """Replaces ``nn.Linear``, ``nn.Embedding``, transformers' ``Conv1D`` and the dense experts of rt.load's
-    models by packed modules, in place.
+    """Replaces ``nn.Linear``, ``nn.Embedding``, transformers' ``Conv1D`` and twins of these (Falcon's linear,
+    Gemma's scaled embedding) and the dense experts of rt.load's models by packed modules, in place.
 
     fmt_or_plan: a format for all, or a dict of patterns (fnmatch, on full module names) and formats, of which
     the first that matches decides. exclude: patterns of modules that stay dense. activations: of the new
@@ -156,10 +164,12 @@ def _weights(model: nn.Module) -> list[_Weight]:
     return [_Weight(weight, tuple(members[key])) for key, weight in weights.items()]
 
 
+def _path(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
 def _is_conv1d(module: nn.Module) -> bool:
-    """transformers' layer of GPT-2, weight [in, out]; told by name, as transformers need not be there."""
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    return _path(module) == _CONV1D
 
 
 def _weight(module: nn.Module) -> Tensor:
@@ -205,7 +215,7 @@ def _decide(
 
 def _unsupported(module: nn.Module) -> str | None:
     kind = type(module)
-    if kind not in _KINDS and not _is_conv1d(module):
+    if kind not in _KINDS and _path(module) not in (_CONV1D, _FALCON_LINEAR, *_SCALED):
         return f"is a {kind.__name__}, which may compute something else"
     if parametrize.is_parametrized(module):
         return "has parametrizations"
@@ -260,7 +270,10 @@ def _packed_module(module: nn.Module, weight: nn.Parameter, fmt: str, activation
         new = QuantizedExperts(weight.data, module.weight.shape[-1], fmt, activations=activations)
     elif isinstance(module, nn.Embedding):
         width, dtype = module.embedding_dim, module.weight.dtype
-        new = QuantizedEmbedding.from_blocks(weight.data, width, fmt, module.padding_idx, dtype=dtype)
+        table = ScaledEmbedding if _path(module) in _SCALED else QuantizedEmbedding
+        new = table.from_blocks(weight.data, width, fmt, module.padding_idx, dtype=dtype)
+        if isinstance(new, ScaledEmbedding):
+            new.scale = float(vars(module)["scalar_embed_scale"])
     else:
         bias, columns = module.bias, _matrix(module).shape[1]
         assert bias is None or isinstance(bias, Tensor)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import realizar_torch as rt
+from realizar_torch.nn.layout import PackedModule
 
 ROWS, COLUMNS = 5, 300
 
@@ -91,6 +92,15 @@ def has_kernels(fmt: str, device: str, layout: str) -> bool:
     from realizar_torch.triton_kernels.launch import GGML_ONLY
 
     return fmt not in GGML_ONLY
+
+
+def load_decoded(dense: nn.Module, model: nn.Module) -> int:
+    """Puts what the packed modules of ``model`` decode into its dense copy, and counts them."""
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
+    for name, module in packed.items():
+        old, weight = dense.get_submodule(name), module.dequantize()
+        old.weight.data = weight.T if type(old).__name__ == "Conv1D" else weight
+    return len(packed)
 
 
 def digest(model: nn.Module) -> dict[str, str]:

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
+from packed_model import load_decoded
 from torch import nn
 from torch.nn import functional
 
 import realizar_torch as rt
-from realizar_torch.nn.layout import PackedModule
 from realizar_torch.nn.weight_readers import weight_readers
 
 
@@ -132,14 +132,6 @@ def encoder_layer(**options: object) -> nn.TransformerEncoderLayer:
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=0.2)
     return layer.eval()
-
-
-def load_decoded(dense: nn.Module, model: nn.Module) -> int:
-    """Puts what ``model`` decodes into its dense copy, and counts."""
-    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
-    for name, module in packed.items():
-        dense.get_submodule(name).weight.data = module.dequantize()
-    return len(packed)
 
 
 CONTEXTS = {

@@ -10,25 +10,11 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from realizar_torch.errors import UnsupportedArchitectureError
-from realizar_torch.nn.embedding import QuantizedEmbedding
+from realizar_torch.nn.embedding import QuantizedEmbedding, ScaledEmbedding
 from realizar_torch.nn.linear import QuantizedLinear
 
 # Linear layers that compute x·Wᵀ + b; of Conv1D, whose W is transposed, GGUF files hold Wᵀ.
 _LINEARS = (nn.Linear, FalconLinear, Conv1D)
-
-
-class ScaledEmbedding(QuantizedEmbedding):
-    """Rows times a number, as Gemma's: transformers rounds it to the dtype of the table, here of the rows."""
-
-    scale: float = 1.0
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """``ids``, any shape → ``[*ids.shape, embedding_dim]``."""
-        rows = super().forward(ids)
-        return rows * torch.full((), self.scale, dtype=rows.dtype, device=rows.device)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, scale={self.scale}"
 
 
 def weight_shape(module: Any) -> tuple[int, int] | None:

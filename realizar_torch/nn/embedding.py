@@ -90,3 +90,17 @@ class QuantizedEmbedding(PackedModule):
         # .to(dtype) and .half() reach float tensors only; an empty one tells what they would do to the output
         self.dtype = fn(torch.zeros(0, dtype=self.dtype, device="cpu")).dtype
         return super()._apply(fn, recurse)
+
+
+class ScaledEmbedding(QuantizedEmbedding):
+    """Rows times a number, as Gemma's: transformers rounds it to the dtype of the table, here of the rows."""
+
+    scale: float = 1.0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """``ids``, any shape → ``[*ids.shape, embedding_dim]``."""
+        rows = super().forward(ids)
+        return rows * torch.full((), self.scale, dtype=rows.dtype, device=rows.device)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, scale={self.scale}"
