@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import Any
 
+from realizar_torch.forked_children import keep_them_to_one_thread
+
 __version__ = "0.1.0"
 
 # public name -> the module that defines it; resolved on first use, so that the import stays light
@@ -44,6 +46,8 @@ _HOMES = {
 _SUBMODULES = ("hf", "lora", "ops")
 
 __all__ = ["__version__", *_HOMES, *_SUBMODULES]
+
+keep_them_to_one_thread()
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from realizar_torch.formats import PACKED_FORMATS
 ROOT = Path(__file__).resolve().parent.parent
 # each room may import from the rooms above it and from itself
 LEVELS = (
-    {"errors", "user_cache", "caller"},
+    {"errors", "user_cache", "caller", "forked_children", "interrupts"},
     {"formats", "metrics"},
     {"reference", "encode", "format_plan", "packing", "checkpoint"},
     {"triton_kernels", "cpu_kernels"},
@@ -78,7 +78,7 @@ def test_imports_go_one_way(module: str) -> None:
 
 
 def test_kernel_folders_import_nothing_but_formats_and_the_like() -> None:
-    allowed = {"errors", "formats", "reference", "packing", "user_cache"}
+    allowed = {"errors", "formats", "reference", "packing", "user_cache", "interrupts"}
     for name, path in SOURCES.items():
         folder = name.split(".")[1] if "." in name else ""
         if folder in ("triton_kernels", "cpu_kernels"):
