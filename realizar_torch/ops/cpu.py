@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from realizar_torch.caller import warn_caller
+from realizar_torch.interrupts import interrupts_deferred
 from realizar_torch.ops import bodies, torch_kernels
 from realizar_torch.ops.library import LIBRARY
 from realizar_torch.ops.recording import recorded
@@ -14,9 +15,11 @@ from realizar_torch.ops.recording import recorded
 def kernels() -> bodies.Kernels:
     """The launchers in use, chosen at the first call: importing this package must not import Numba."""
     try:
-        from realizar_torch.cpu_kernels import launch
+        # once half imported, Numba cannot be imported any more
+        with interrupts_deferred():
+            from realizar_torch.cpu_kernels import launch
 
-        reason = launch.available()
+            reason = launch.available()
     # OSError: llvmlite's shared library is there and cannot be loaded
     except (ImportError, OSError) as error:
         reason = str(error)
