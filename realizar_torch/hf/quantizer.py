@@ -4,16 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from realizar_torch.errors import FormatError
+from realizar_torch.hf.checkpoint import check_complete
 from realizar_torch.hf.forwards import share_inputs
-from realizar_torch.hf.mapping import refuse_incomplete
+from realizar_torch.hf.heads import formats_in, saved_model
 from realizar_torch.hf.modules import pack_modules
 from realizar_torch.nn.layout import PackedModule
 from realizar_torch.nn.linear import QuantizedLinear
@@ -81,19 +80,16 @@ class RealizarHfQuantizer(HfQuantizer):
         checkpoint_files: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        saved = type(model).__name__ in (model.config.architectures or ())
-        formats = self.quantization_config.formats
-        if not saved:
-            formats = _of_another_head(formats, model)
+        saved = saved_model(model)
         pack_modules(
             model,
-            formats,
+            formats_in(model, self.quantization_config.formats, saved),
             dtype=dtype or torch.get_default_dtype(),
             activations=self.quantization_config.activations,
         )
         share_inputs(model)
-        if checkpoint_files and saved:
-            _check_complete(model, checkpoint_files)
+        if checkpoint_files:
+            check_complete(model, saved, checkpoint_files)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
         """Asked before a model is written; its config then names what is packed now, not once was."""
@@ -113,35 +109,3 @@ class RealizarHfQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
-
-
-def _of_another_head(formats: Mapping[str, str], model: PreTrainedModel) -> dict[str, str]:
-    """What a model with another head, or without one, shares with the model that was saved."""
-    prefix = f"{model.base_model_prefix}."
-    if not hasattr(model, model.base_model_prefix):
-        formats = {name.removeprefix(prefix): fmt for name, fmt in formats.items() if name.startswith(prefix)}
-    modules = dict(model.named_modules())
-    return {name: fmt for name, fmt in formats.items() if name in modules}
-
-
-def _check_complete(model: PreTrainedModel, files: Sequence[str]) -> None:
-    """transformers would start what a checkpoint lacks at random, with a warning only."""
-    stored: dict[str, list[int]] = {}
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            stored |= {name: file.get_slice(name).get_shape() for name in names}
-    tied = model.all_tied_weights_keys
-    own = {name: value for name, value in model.state_dict().items() if name not in tied}
-    # mixtures are written expert by expert, unless save_original_format=False
-    forms = (own, revert_weight_conversion(model, own))
-    written = max(forms, key=lambda form: len(form.keys() & stored.keys()))
-    state = {name: list(value.shape) for name, value in written.items()}
-    problems = [f"missing {name} {shape}" for name, shape in state.items() if name not in stored]
-    problems += [f"unexpected {name}" for name in stored.keys() - state.keys() - tied.keys()]
-    problems += [
-        f"{name} has shape {stored[name]}, expected {shape}"
-        for name, shape in state.items()
-        if name in stored and stored[name] != shape
-    ]
-    refuse_incomplete("the checkpoint", model, problems)
