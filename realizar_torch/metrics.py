@@ -125,8 +125,9 @@ class DispatchSummary:
 class DispatchMetrics:
     """Every op dispatched in a ``record_dispatch`` block: (op, back end) -> durations. Safe for threads.
 
-    A fused decode step is one dispatch, "decode_step", and so is the replay of its graph. Durations on GPUs
-    are the device's own, from events that are read when the numbers are asked for.
+    A fused decode step is one dispatch, "decode_step", and a fused pass of a prompt is one, "prefill" (a long
+    prompt takes several), also as the replay of a graph; what an op runs inside is part of it. Durations on
+    GPUs are the device's own, from events that are read when the numbers are asked for.
     """
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scripted_model import EOS, VOCAB, MarkovModel
 
-from realizar_torch.errors import RealizarError
+from realizar_torch.errors import BackendUnavailableError, FormatError, RealizarError
 from realizar_torch.generation import graph, loop
 from realizar_torch.generation.sampling import SamplingParams, new_seeds, sample, uniforms
 from realizar_torch.nn.kv_cache import KVCache
@@ -123,6 +123,57 @@ def test_logits_that_are_not_finite_are_an_error_and_the_state_is_given_back(mod
     with pytest.raises(RealizarError, match="step 1"):
         generate(model, torch.tensor([[5]]), 6, do_sample=True, repetition_penalty=1.2, top_k=1)
     assert model.closed == 1
+
+
+ERRORS = {
+    "RuntimeError: an illegal access": RuntimeError("an illegal access\nCompile with TORCH_USE_CUDA_DSA"),
+    "RuntimeError": RuntimeError(""),
+    "MemoryError": MemoryError(),
+    "realizar_torch.errors.FormatError: wrong": FormatError("wrong"),
+}
+
+
+@pytest.fixture
+def failing(model, monkeypatch):
+    """Captures raise ``failing.error`` after their first run of the step; ``attempts`` counts them."""
+    state = SimpleNamespace(error=RuntimeError("boom"), attempts=0)
+
+    def capture(decoder):
+        state.attempts += 1
+        with decoder._rows_kept():
+            decoder._work()
+        raise state.error
+
+    monkeypatch.setattr(graph.DecodeGraph, "_capture", capture)
+    return state
+
+
+@pytest.mark.parametrize("reason", ERRORS)
+def test_whatever_ends_a_capture_is_told_once_and_steps_go_on(model, failing, reason):
+    failing.error = ERRORS[reason]
+    with pytest.warns(UserWarning, match=f"step by step: {reason}$") as caught:
+        ids = loop.generate_ids(model, torch.tensor([[5]]), max_new_tokens=9, eos_token_id=[])
+    assert len(caught) == 1 and failing.attempts == 1
+    assert ids[0, 1:].tolist() == model.chain(5, 9)
+    assert model.decoder.stats == graph.GraphStats(0, 0, 8, reason)
+
+
+def test_a_failed_capture_is_an_error_where_a_graph_was_asked_for(model, failing):
+    loop.new_state(model, 1, 16)
+    for _ in range(2):
+        model.decoder.begin(model.table[[5]], cuda_graph=True)
+        with pytest.raises(BackendUnavailableError, match="RuntimeError: boom"):
+            model.decoder.issue()
+    assert failing.attempts == 1
+
+
+def test_an_interrupt_in_a_capture_is_no_failure_of_it(model, failing):
+    failing.error = KeyboardInterrupt()
+    loop.new_state(model, 1, 16)
+    model.decoder.begin(model.table[[5]])
+    with pytest.raises(KeyboardInterrupt):
+        model.decoder.issue()
+    assert model.decoder.stats.fallback is None
 
 
 def test_a_generation_begins_without_the_marks_of_the_one_before(model):

@@ -6,7 +6,6 @@ rows; ``read`` gives the tokens of the oldest step not read. HostRows wait for e
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +17,7 @@ from realizar_torch.generation.graph import DecodeGraph
 from realizar_torch.generation.prompt_rows import Piece
 from realizar_torch.generation.sampling import SamplingParams, sample, uniforms
 from realizar_torch.generation.step import DecodeState, require_graph
-from realizar_torch.metrics import RECORDING
-from realizar_torch.ops.recording import observe
+from realizar_torch.ops.recording import dispatch
 
 
 @dataclass(frozen=True)
@@ -129,8 +127,7 @@ class HostRows:
             rows = range(busy[-1] + 1)
             ids = [self._ids[row] if self._texts[row] is not None else [0] for row in rows]
             tokens, positions = _int64([row[-1] for row in ids]), _int64([len(row) - 1 for row in ids])
-            run, metrics = partial(fused.run_at, tokens, positions), RECORDING.get()
-            logits = run() if metrics is None else observe(metrics, "decode_step", tokens.device, run)
+            logits = dispatch("decode_step", tokens.device, fused.run_at, tokens, positions)
             return [logits[row : row + 1] for row in busy]
         return [self._by_modules(row) for row in busy]
 

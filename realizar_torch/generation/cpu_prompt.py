@@ -16,6 +16,7 @@ from realizar_torch.generation.workspace import padded_width
 from realizar_torch.models.transformer import Transformer
 from realizar_torch.nn.experts import MixtureOfExperts, Scores
 from realizar_torch.nn.kv_cache import KVCache
+from realizar_torch.ops.recording import dispatch
 
 # Columns of one pass: weights are decoded once for all of them, and they stay in the second-level cache.
 _COLUMNS = 256
@@ -69,7 +70,8 @@ class CpuPrompt:
         self._prepare(min(len(tokens), self._most))
         for first in range(0, len(tokens), self._most):
             part = slice(first, first + self._most)
-            residual = self._pass(tokens[part], sequences[part], slots[part])
+            columns = (tokens[part], sequences[part], slots[part])
+            residual = dispatch("prefill", tokens.device, self._pass, *columns)
             ends = slots[part] == end
             last[sequences[part][ends]] = residual[ends]
         return last

@@ -13,6 +13,7 @@ from realizar_torch.models.transformer import Transformer
 from realizar_torch.nn.kv_cache import KVCache
 from realizar_torch.nn.mlp import GatedMLP
 from realizar_torch.nn.norm import RMSNorm
+from realizar_torch.ops.recording import dispatch
 
 # Tokens of one pass: its scratch memory is some 150 KB per token for 8B shapes.
 _TOKENS = 4096
@@ -110,7 +111,7 @@ class GpuPrompt:
             if self._graphs.takes(batch, cache):
                 ends.append(self._graphs.run(part, batch, cache, cuda_graph))
             else:
-                ends.append(self._once(part, batch, cache))
+                ends.append(dispatch("prefill", self._model.device, self._once, part, batch, cache))
             first += count
         return ends[0] if len(ends) == 1 else torch.cat(ends)
 

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realizar_torch.caller import warn_caller
 from realizar_torch.errors import BackendUnavailableError
+from realizar_torch.generation.captures import Captures
 from realizar_torch.generation.gpu_step import GpuStep, why_not
 from realizar_torch.generation.rehearsal import rehearse
 from realizar_torch.generation.row_sampling import RowSampling
 from realizar_torch.generation.sampling import SamplingParams, new_seeds
 from realizar_torch.generation.workspace import Workspace
-from realizar_torch.metrics import RECORDING
 from realizar_torch.nn.kv_cache import KVCache
-from realizar_torch.ops.recording import observe
+from realizar_torch.ops.recording import dispatch
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class DecodeGraph:
         device = self.step.tokens.device
         # by whether every row takes the highest logit as it is
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._captures = Captures(device, "decoding runs step by step")
         self._stream = torch.cuda.Stream(device)
         self._scratch = highest_scratch(batch_size, device)
         self._sampling = RowSampling(batch_size, config.vocab_size, device)
@@ -79,12 +78,12 @@ class DecodeGraph:
         self._issued = self._read = 0
         self._wanted: bool | str = "auto"
         self._rehearsed = False
-        self._captures = self._replays = self._eager_steps = 0
-        self._fallback: str | None = None
+        self._replays = self._eager_steps = 0
 
     @property
     def stats(self) -> GraphStats:
-        return GraphStats(self._captures, self._replays, self._eager_steps, self._fallback)
+        captures = self._captures
+        return GraphStats(captures.count, self._replays, self._eager_steps, captures.fallback)
 
     @property
     def rehearsed(self) -> bool:
@@ -191,11 +190,7 @@ class DecodeGraph:
             rehearse(self.rehearse)
         graph = self._graph() if self._wanted is not False else None
         run = self._work if graph is None else graph.replay
-        metrics = RECORDING.get()
-        if metrics is None:
-            run()
-        else:
-            observe(metrics, "decode_step", self.step.tokens.device, run)
+        dispatch("decode_step", self.step.tokens.device, run)
         self._eager_steps += graph is None
         self._replays += graph is not None
 
@@ -225,19 +220,12 @@ class DecodeGraph:
     def _graph(self) -> torch.cuda.CUDAGraph | None:
         """The graph for the rows' sampling, captured on first use; None after a capture has failed."""
         plain = self._sampling.plain
-        graph = self._graphs.get(plain)
-        if graph is None and self._fallback is None:
-            try:
-                graph = self._graphs[plain] = self._capture()
-            except RuntimeError as error:
-                self._fallback = str(error).splitlines()[0]
-                # the failed capture's memory goes with its pool
-                self._pool = torch.cuda.graph_pool_handle()
-                if self._wanted is not True:
-                    warn_caller(f"no CUDA graph, decoding runs step by step: {self._fallback}")
-        if graph is None and self._wanted is True:
-            raise BackendUnavailableError(f"cuda_graph=True, but the capture failed: {self._fallback}")
-        return graph
+        if plain not in self._graphs:
+            graph = self._captures.attempt(self._capture, self._wanted)
+            if graph is None:
+                return None
+            self._graphs[plain] = graph
+        return self._graphs[plain]
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         """Runs the step once, so that everything is loaded, puts its state back, and captures it."""
@@ -250,14 +238,7 @@ class DecodeGraph:
                         self._work()
                 finally:
                     current.wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
-            # other threads may allocate meanwhile
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
-                self._work()
-        self._captures += 1
-        return graph
+            return self._captures.record(self._work, self._stream)
 
     @contextlib.contextmanager
     def _rows_kept(self) -> Iterator[None]:

@@ -1,19 +1,19 @@
 """PromptGraphs: passes of few rows on static memory, replayed from CUDA graphs, one per number of rows."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from realizar_torch.caller import warn_caller
-from realizar_torch.errors import BackendUnavailableError
+from realizar_torch.generation.captures import Captures
 from realizar_torch.generation.graph import GraphStats
 from realizar_torch.generation.prompt_pass import PromptMemory, PromptModel, PromptPass
 from realizar_torch.generation.prompt_rows import FixedRows, Piece
 from realizar_torch.generation.rehearsal import rehearse
 from realizar_torch.generation.workspace import MAX_BATCH
 from realizar_torch.nn.kv_cache import KVCache
+from realizar_torch.ops.recording import dispatch
 
 # Rows of the graphs: a pass takes the first that is large enough. Beyond the last the device is slower than
 # the host.
@@ -56,15 +56,14 @@ class PromptGraphs:
         self._memory: PromptMemory | None = None
         self._buckets: dict[tuple[int, int], _Bucket] = {}
         self._place: tuple = ()
-        self._pool: Any = None
+        self._captures = Captures(model.device, "prompts run launch by launch")
         self._stream: torch.cuda.Stream | None = None
-        self._captures = self._replays = self._eager = 0
-        self._fallback: str | None = None
+        self._replays = self._eager = 0
 
     @property
     def stats(self) -> GraphStats:
         """Of passes, where it says steps."""
-        return GraphStats(self._captures, self._replays, self._eager, self._fallback)
+        return GraphStats(self._captures.count, self._replays, self._eager, self._captures.fallback)
 
     def takes(self, pieces: Sequence[Piece], cache: KVCache) -> bool:
         rows = sum(piece.count for piece in pieces)
@@ -83,10 +82,7 @@ class PromptGraphs:
         bucket.tokens[: len(tokens)].copy_(tokens)
         wanted = bucket.rows.fill(pieces)
         graph = self._graph(bucket, cuda_graph)
-        if graph is None:
-            bucket.work()
-        else:
-            graph.replay()
+        dispatch("prefill", self._model.device, bucket.work if graph is None else graph.replay)
         bucket.runs += 1
         self._eager += graph is None
         self._replays += graph is not None
@@ -102,7 +98,7 @@ class PromptGraphs:
         place = (*(part.data_ptr() for part in parts), cache.dtype, cache.keys.stride())
         if place != self._place:
             self._buckets.clear()
-            self._new_pool()
+            self._captures.new_pool()
             self._place = place
         key = next(rows for rows in ROWS if rows >= count), cache.batch_size
         if key not in self._buckets:
@@ -118,21 +114,11 @@ class PromptGraphs:
         """The bucket's graph, captured at its second use; None after a capture has failed."""
         if wanted is False or bucket.runs == 0 or self._model.device.type != "cuda":
             return None
-        if bucket.graph is None and self._fallback is None:
-            try:
-                bucket.graph = self._capture(bucket)
-            except RuntimeError as error:
-                self._fallback = str(error).splitlines()[0]
-                # the failed capture's memory goes with its pool
-                self._new_pool()
-                if wanted is not True:
-                    warn_caller(f"no CUDA graph, prompts run launch by launch: {self._fallback}")
-        if bucket.graph is None and wanted is True:
-            raise BackendUnavailableError(f"cuda_graph=True, but the capture failed: {self._fallback}")
+        if bucket.graph is None:
+            bucket.graph = self._captures.attempt(partial(self._capture, bucket), wanted)
         return bucket.graph
 
     def _capture(self, bucket: _Bucket) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._model.device):
             if self._stream is None:
                 self._stream = torch.cuda.Stream()
@@ -140,14 +126,4 @@ class PromptGraphs:
                     # cuBLAS keeps its scratch memory of a stream for ever: it must not come from the pool
                     one = torch.ones(16, 16, dtype=self._model.dtype, device=self._model.device)
                     torch.mm(one, one)
-            # other threads may allocate meanwhile
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
-                bucket.work()
-        self._captures += 1
-        return graph
-
-    def _new_pool(self) -> None:
-        if self._model.device.type == "cuda":
-            self._pool = torch.cuda.graph_pool_handle()
+            return self._captures.record(bucket.work, self._stream)

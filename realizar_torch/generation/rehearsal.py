@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from realizar_torch.metrics import RECORDING
+from realizar_torch.ops.recording import unrecorded
 
 
 @torch.no_grad()
@@ -14,8 +14,5 @@ def rehearse(*works: Callable[[], object]) -> None:
         return
     from realizar_torch.triton_kernels.ahead import compile_ahead
 
-    token = RECORDING.set(None)
-    try:
+    with unrecorded():
         compile_ahead(*works)
-    finally:
-        RECORDING.reset(token)

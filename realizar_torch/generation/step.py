@@ -1,7 +1,5 @@
 """prefill and decode_step: the one pair that every loop calls, over a DecodeState."""
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -12,9 +10,8 @@ from realizar_torch.generation.cpu_prompt import CpuPrompt
 from realizar_torch.generation.cpu_step import CpuStep, why_not
 from realizar_torch.generation.gpu_state import GpuState
 from realizar_torch.generation.workspace import Workspace
-from realizar_torch.metrics import RECORDING
 from realizar_torch.models.transformer import Transformer
-from realizar_torch.ops.recording import observe
+from realizar_torch.ops.recording import dispatch
 
 
 class DecodeState:
@@ -83,7 +80,7 @@ def prefill(
                 return state.prompt.run(model, input_ids, attention_mask, state.cache, cuda_graph=cuda_graph)
             return state.prompt.run(input_ids, attention_mask)
         model.begin(input_ids, attention_mask, state.cache)
-        return state.fused.run(input_ids[:, 0].long())
+        return dispatch("decode_step", model.device, state.fused.run, input_ids[:, 0].long())
     return model(input_ids, attention_mask, cache=state.cache, logits_to_keep=1).logits[:, -1]
 
 
@@ -108,9 +105,5 @@ def decode_step(model: Transformer, token_ids: Tensor, state: DecodeState | GpuS
         )
     state.cache.require(1)
     if state.fused is not None:
-        metrics = RECORDING.get()
-        if metrics is None:
-            return state.fused.run(token_ids)
-        run = functools.partial(state.fused.run, token_ids)
-        return observe(metrics, "decode_step", model.device, run)
+        return dispatch("decode_step", model.device, state.fused.run, token_ids)
     return model(token_ids[:, None], cache=state.cache).logits[:, -1]

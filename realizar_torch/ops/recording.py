@@ -1,8 +1,9 @@
 """Times dispatched ops for ``record_dispatch``: one look at a context variable where nothing is recorded."""
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,8 +24,29 @@ def recorded(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def dispatch(op: str, device: torch.device, run: Callable[..., Any], *args: Any) -> Any:
+    """``run(*args)``, which counts as one dispatch of ``op`` on ``device``."""
+    metrics = RECORDING.get()
+    if metrics is None:
+        return run(*args)
+    return observe(metrics, op, device, functools.partial(run, *args))
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Counts nothing of what the block dispatches."""
+    token = RECORDING.set(None)
+    try:
+        yield
+    finally:
+        RECORDING.reset(token)
+
+
 def observe(metrics: DispatchMetrics, op: str, device: torch.device, run: Callable[[], Any]) -> Any:
-    """Runs and records: wall time on the CPU; on a GPU the time between two events, without waiting."""
+    """Runs and records: wall time on the CPU; on a GPU the time between two events, without waiting.
+
+    What ``run`` itself dispatches is part of it.
+    """
     if device.type != "cuda":
         return _timed_by_the_host(metrics, op, device.type, run)
     with torch.cuda.device(device):
@@ -32,7 +54,8 @@ def observe(metrics: DispatchMetrics, op: str, device: torch.device, run: Callab
             return _timed_by_the_host(metrics, op, device.type, run)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        result = run()
+        with unrecorded():
+            result = run()
         end.record()
 
     def microseconds() -> float:
@@ -45,6 +68,7 @@ def observe(metrics: DispatchMetrics, op: str, device: torch.device, run: Callab
 
 def _timed_by_the_host(metrics: DispatchMetrics, op: str, backend: str, run: Callable[[], Any]) -> Any:
     started = time.perf_counter()
-    result = run()
+    with unrecorded():
+        result = run()
     metrics.record(op, backend, (time.perf_counter() - started) * 1e6)
     return result
