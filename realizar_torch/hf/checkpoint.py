@@ -31,11 +31,9 @@ def check_complete(model: PreTrainedModel, saved: PreTrainedModel | None, files:
     found = {name: stored[of] for of, name in placed(stored, prefix, state).items()}
     shared = set(placed(theirs, prefix, state).values())
     packed = {name for name, value in state.items() if value.dtype == torch.uint8}
+    unasked = stored.keys() - state.keys() - model.all_tied_weights_keys.keys()
     keys: Any = SimpleNamespace(
-        missing_keys=shared - packed - found.keys(),
-        unexpected_keys=stored.keys() - state.keys() - model.all_tied_weights_keys.keys()
-        if model is saved
-        else set(),
+        missing_keys=shared - packed - found.keys(), unexpected_keys=unasked if model is saved else set()
     )
     model._adjust_missing_and_unexpected_keys(keys)
     missing = keys.missing_keys | packed - found.keys()

@@ -26,9 +26,8 @@ def saved_model(model: PreTrainedModel) -> PreTrainedModel | None:
         return model
     places = (sys.modules[type(model).__module__], transformers)
     kind: Any = next((getattr(place, names[0]) for place in places if hasattr(place, names[0])), None)
-    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
-        return None
-    if not isinstance(model.config, kind.config_class or ()):
+    is_model = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
+    if not is_model or not isinstance(model.config, kind.config_class or ()):
         return None
     with torch.device("meta"):
         return kind(copy.deepcopy(model.config))
