@@ -1,5 +1,6 @@
 """PrefixCache: what is kept between generations, and that keeping it changes no result."""
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -314,3 +315,15 @@ def test_on_a_gpu_graph_and_memory_stay(path):
         kept_keys_are_right(model, cache)
     assert cache._state.decoder is decoder and decoder.stats.captures == 1
     assert cache._state.cache.keys.data_ptr() == address
+
+
+def test_a_loop_that_is_left_early_leaves_the_cache_free_at_once(tiny):
+    model, tokenizer = tiny
+    cache = prefix.PrefixCache(model)
+    gc.disable()
+    try:
+        for _ in rt.stream(model, tokenizer, "one two three", max_new_tokens=30, prefix_cache=cache):
+            break
+        cache.reset()
+    finally:
+        gc.enable()

@@ -24,13 +24,7 @@ class TextStream:
     def __init__(self, decoding: Decoding) -> None:
         self._decoding = decoding
         self.token_ids: list[int] = []
-        self._pieces = self._run()
-
-    def _run(self) -> Generator[str]:
-        for tokens in self._decoding:
-            self.token_ids.append(tokens[0])
-            if self._decoding.released[0]:
-                yield self._decoding.released[0]
+        self._pieces = _pieces(decoding, self.token_ids)
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
@@ -48,6 +42,14 @@ class TextStream:
     @property
     def metrics(self) -> GenerationMetrics:
         return self._decoding.metrics
+
+
+def _pieces(decoding: Decoding, token_ids: list[int]) -> Generator[str]:
+    """Not a method: a loop that is left early ends the generation only if no cycle keeps this alive."""
+    for tokens in decoding:
+        token_ids.append(tokens[0])
+        if decoding.released[0]:
+            yield decoding.released[0]
 
 
 def encode_prompt(tokenizer: Any, prompt_or_messages: Prompt) -> list[int]:
