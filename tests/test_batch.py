@@ -1,6 +1,7 @@
 """BatchedGenerator: a request's tokens depend on nothing but itself; joins, leaves, stops, interrupts."""
 
 import sys
+import threading
 import time
 from contextlib import contextmanager
 
@@ -353,3 +354,31 @@ def test_soak_of_random_joins_leaves_interrupts_resets_and_capacities(model, dev
     """The first steps of tests/batch_soak.py, which runs 10,000."""
     test = soak(model, device, 1200)
     assert test.compared > 150 and test.interrupts > 5 and test.resets > 0
+
+
+def test_a_second_thread_is_refused_and_disturbs_nobody(model, device, alone):
+    batch, found = rt.BatchedGenerator(model, max_batch=BATCH), []
+    calls = [batch.step, batch.collect, batch.reset, lambda: batch.cancel(0), lambda: next(iter(batch))]
+    calls.append(lambda: batch.add([5], max_new_tokens=1))
+
+    def try_all() -> None:
+        for call in calls:
+            try:
+                call()
+            except rt.FormatError as error:
+                found.append(str(error))
+
+    class Prompt(list):
+        def __iter__(self):
+            thread = threading.Thread(target=try_all)
+            thread.start()
+            thread.join()
+            return super().__iter__()
+
+    prompt, options = job(3, device)
+    batch.add(prompt, **options)
+    batch.step()
+    batch.add(Prompt([5, 6]), max_new_tokens=1)
+    assert len(found) == len(calls) and all("another thread" in message for message in found)
+    first = next(done for done in batch if done.id == 0)
+    assert (first.token_ids, first.reason) == alone[3]

@@ -1,8 +1,10 @@
 """BatchedGenerator: many requests through a few rows; a row that has ended takes the next one that waits."""
 
+import functools
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any, Unpack
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 import torch
 
@@ -14,6 +16,29 @@ from realizar_torch.generation.request import check_cuda_graph
 from realizar_torch.generation.step import new_state
 from realizar_torch.generation.text import Prompt
 from realizar_torch.generation.workspace import MAX_BATCH
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _by_one_thread(
+    method: Callable[Concatenate["BatchedGenerator", P], T],
+) -> Callable[Concatenate["BatchedGenerator", P], T]:
+    """The method, which refuses to run while another thread is in one of these."""
+
+    @functools.wraps(method)
+    def alone(self: "BatchedGenerator", *args: P.args, **kwargs: P.kwargs) -> T:
+        if not self._in_use.acquire(blocking=False):
+            raise FormatError(
+                "the BatchedGenerator is in use by another thread; give each thread one of its own, or add "
+                "to it and step it under one lock"
+            )
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._in_use.release()
+
+    return alone
 
 
 class BatchedGenerator:
@@ -35,7 +60,7 @@ class BatchedGenerator:
     keys and values of all of them are allocated here. cuda_graph: as in ``model.generate``.
 
     An exception out of ``step``, KeyboardInterrupt included, loses nothing: the next ``step`` goes on from
-    the tokens that are known. One thread at a time.
+    the tokens that are known. One thread at a time: FormatError for another that comes meanwhile.
     """
 
     def __init__(
@@ -68,12 +93,14 @@ class BatchedGenerator:
         self._in_flight: deque[list[BatchRequest | None]] = deque()
         self._ended: deque[BatchRequest] = deque()
         self._consistent = True
+        self._in_use = threading.RLock()
 
     @property
     def pending(self) -> int:
         """Requests that wait or run."""
         return len(self._waiting) + sum(seat is not None for seat in self._seats)
 
+    @_by_one_thread
     def add(
         self,
         prompt: Prompt | Sequence[int] | torch.Tensor,
@@ -95,6 +122,7 @@ class BatchedGenerator:
         (self._ended if request.ended else self._waiting).append(request)
         return request.id
 
+    @_by_one_thread
     def cancel(self, request_id: int) -> bool:
         """Ends a request that waits or runs, with the tokens it has; False if there is none of this id."""
         self._settle()
@@ -110,6 +138,7 @@ class BatchedGenerator:
                 return True
         return False
 
+    @_by_one_thread
     def reset(self) -> None:
         """Forgets all requests and what has come of them; the cache keeps its memory and nothing else."""
         self._waiting.clear()
@@ -118,6 +147,7 @@ class BatchedGenerator:
         self._in_flight.clear()
         self._rows, self._consistent = None, True
 
+    @_by_one_thread
     def step(self) -> bool:
         """Fills free rows from the queue and advances every running request by a token at most.
 
@@ -137,6 +167,7 @@ class BatchedGenerator:
         self._consistent = True
         return self.pending > 0
 
+    @_by_one_thread
     def collect(self) -> list[Completion]:
         """What has ended since the last call, in the order of ending."""
         self._settle()
@@ -150,8 +181,12 @@ class BatchedGenerator:
         # the consumer may add some
         while self.pending or self._ended:
             self.step()
-            while self._ended:
-                yield self._ended.popleft().completion
+            while completion := self._next_completion():
+                yield completion
+
+    @_by_one_thread
+    def _next_completion(self) -> Completion | None:
+        return self._ended.popleft().completion if self._ended else None
 
     def _admit(self) -> None:
         for row, seat in enumerate(self._seats):
