@@ -1,9 +1,11 @@
-"""Gradients and tracing of the ops: against numeric derivatives, dense layers, opcheck and torch.compile."""
+"""Gradients and tracing of the ops: against dense layers, opcheck and torch.compile."""
 
 import pytest
 import torch
 from cases import PACKED, random_activations, random_blocks
+from torch import nn
 
+import realizar_torch as rt
 from realizar_torch import ops, reference
 from realizar_torch.ops import torch_kernels
 
@@ -12,38 +14,6 @@ OPS = torch.ops.realizar_torch
 
 def _leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     return [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in shapes]
-
-
-@pytest.mark.parametrize("fmt", ["Q4_K", "Q5_1"])
-def test_linear_gradients_to_second_order(fmt: str) -> None:
-    weight = random_blocks(fmt, 3, 12)
-
-    def function(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return ops.linear(x, weight, fmt, 12, bias)
-
-    for lead in ((), (2, 2)):
-        inputs = _leaves((*lead, 12), (3,))
-        assert torch.autograd.gradcheck(function, inputs)
-        assert torch.autograd.gradgradcheck(function, inputs)
-
-
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("fmt", ["Q4_K", None])
-def test_norm_linear_gradients_to_second_order(fmt: str | None, kind: str) -> None:
-    packed = random_blocks("Q4_K", 3, 6)
-    dense = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
-
-    def function(
-        x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, bias: torch.Tensor, w: torch.Tensor
-    ):
-        weight = w if fmt is None else packed
-        return ops.norm_linear(x, scale, shift, weight, fmt, 6, bias, normalization=kind, eps=1e-2)
-
-    inputs = [*_leaves((1, 2, 6), (6,), (6,), (3,)), dense]
-    if fmt is not None:
-        dense.requires_grad_(False)
-    assert torch.autograd.gradcheck(function, inputs)
-    assert torch.autograd.gradgradcheck(function, inputs)
 
 
 @pytest.mark.parametrize("activations", ["float", "int8"])
@@ -70,6 +40,31 @@ def test_gradient_does_not_depend_on_the_slices_of_rows(monkeypatch: pytest.Monk
         grads.append(x.grad)
     torch.testing.assert_close(grads[0], grads[2], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(grads[1], grads[2], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("limit", [1, 3 * 4 * 300, 1 << 24])
+@pytest.mark.parametrize("activations", ["float", "int8"])
+def test_batches_of_gradients_are_those_of_dense_modules(
+    activations: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of jacobian(vectorize=True); a view of all rows is another one than a view of some."""
+    monkeypatch.setattr(torch_kernels, "CHUNK_BYTES", limit)
+    blocks = (random_blocks("Q6_K", 5, 300, seed) for seed in (0, 1))
+    from_blocks = rt.QuantizedLinear.from_blocks
+    parts = [from_blocks(b, 300, "Q6_K", torch.randn(5), activations=activations) for b in blocks]
+    norm = nn.LayerNorm(300)
+    packed = (*parts, rt.FusedLayerNormLinear.fuse(norm, *parts))
+    first, second = (part.to_linear() for part in parts)
+    dense = (first, second, lambda x: (first(norm(x)), second(norm(x))))
+    x = torch.randn(2, 300)
+    for ours, theirs in zip(packed, dense, strict=True):
+        found, expected = (torch.autograd.functional.jacobian(f, x, vectorize=True) for f in (ours, theirs))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    leaf, grads = x.clone().requires_grad_(), torch.randn(3, 2, 5)
+    found, expected = (
+        torch.autograd.grad(f(leaf), (leaf, f.bias), grads, is_grads_batched=True) for f in (parts[0], first)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("fmt", ["Q4_K", None])

@@ -100,26 +100,6 @@ def test_transforms_give_the_derivatives_of_the_dense_layer(pair, transform) -> 
     torch.testing.assert_close(ours, dense, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("fmt", ["Q4_K", None])
-def test_every_argument_has_a_forward_derivative(fmt: str | None, kind: str) -> None:
-    dense = torch.randn(ROWS, 6, dtype=torch.float64, requires_grad=fmt is None)
-    packed = random_blocks("Q4_K", ROWS, 6)
-
-    def norm_linear(x, scale, shift, bias, w):
-        weight = w if fmt is None else packed
-        return ops.norm_linear(x, scale, shift, weight, fmt, 6, bias, normalization=kind, eps=1e-2)
-
-    shapes = ((1, 2, 6), (6,), (6,), (ROWS,))
-    inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    assert torch.autograd.gradcheck(norm_linear, [*inputs, dense], check_forward_ad=True)
-    x, _, _, bias = inputs
-    linear = torch.autograd.gradcheck
-    assert linear(lambda x, b: ops.linear(x, packed, "Q4_K", 6, b), [x, bias], check_forward_ad=True)
-    pair = ([packed] * 2, ["Q4_K"] * 2, 6)
-    assert linear(lambda x, b: ops.linears(x, *pair, [None, b]), [x, bias], check_forward_ad=True)
-
-
 def test_int8_rounding_is_passed_straight_through() -> None:
     def quantized(x):
         return ops.linear(x, WEIGHT, "Q4_K", COLUMNS, activations="int8")
@@ -137,31 +117,17 @@ def test_int8_rounding_is_passed_straight_through() -> None:
 
 def test_quantizing_what_needs_a_gradient_is_refused() -> None:
     x = random_activations(2, COLUMNS).requires_grad_()
-    with pytest.raises(FormatError, match=r'no derivative, and x requires one; .*activations="int8"'):
+    with pytest.raises(FormatError, match=r"no derivative, .* pass x\.detach\(\), or .*activations='int8'"):
         ops.quantize_activations(x, "Q4_K")
     with torch.no_grad():
         expected = ops.quantize_activations(x, "Q4_K")
     assert torch.equal(ops.quantize_activations(x.detach(), "Q4_K").q, expected.q)
 
 
-@pytest.mark.parametrize(
-    "take",
-    [
-        lambda f, x: torch.func.grad(f)(x),
-        lambda f, x: torch.func.jvp(f, (x,), (x,)),
-        lambda f, x: _dual(lambda dual: f(dual.float())),
-    ],
-    ids=["grad", "jvp", "forward_ad"],
-)
-def test_no_mode_gets_zeros_through_quantized_activations(take) -> None:
-    with pytest.raises(FormatError, match="no derivative"):
-        take(lambda x: ops.quantize_activations(x, "Q4_K").scale.sum(), X.float())
-
-
 def test_a_trained_bias_of_a_quantized_product_is_refused() -> None:
     qx = ops.quantize_activations(random_activations(2, COLUMNS), "Q4_K")
     bias = torch.randn(ROWS, requires_grad=True)
-    with pytest.raises(FormatError, match="the bias or the activations require one"):
+    with pytest.raises(FormatError, match=r"pass x itself with activations='int8', or .*no_grad"):
         ops.linear(qx, WEIGHT, "Q4_K", COLUMNS, bias)
     with torch.no_grad():
         y = ops.linear(qx, WEIGHT, "Q4_K", COLUMNS, bias)

@@ -17,7 +17,7 @@ from realizar_torch.errors import FormatError
 from realizar_torch.ops import autocast as autocast
 from realizar_torch.ops import autograd as autograd
 from realizar_torch.ops import batching as batching
-from realizar_torch.ops import checks, derivatives
+from realizar_torch.ops import checks
 from realizar_torch.ops import cpu as cpu
 from realizar_torch.ops import cuda as cuda
 from realizar_torch.ops import encoding as encoding
@@ -60,11 +60,6 @@ def linear(
     if isinstance(x, QuantizedActivations):
         if x.in_features != in_features:
             raise FormatError(f"activations have {x.in_features} features, the weight has {in_features}")
-        if derivatives.wanted(x.scale, x.sums, bias):
-            raise FormatError(
-                "a product of quantized activations has no derivative, and the bias or the activations "
-                'require one; pass x itself with activations="int8", or call it under torch.no_grad()'
-            )
         return torch.ops.realizar_torch.linear_quantized(
             x.q, x.scale, x.sums, weight, fmt, in_features, bias, layout=layout
         )
@@ -160,11 +155,6 @@ def quantize_activations(x: Tensor, fmt: str) -> QuantizedActivations:
 
     There is no derivative: ``x`` that requires one is refused.
     """
-    if derivatives.wanted(x):
-        raise FormatError(
-            "quantized activations have no derivative, and x requires one; use linear(x, ..., "
-            'activations="int8"), whose gradient passes the rounding straight through, or x.detach()'
-        )
     q, scale, sums = torch.ops.realizar_torch.quantize_activations(x, fmt)
     return QuantizedActivations(q, scale, sums, x.shape[-1])
 

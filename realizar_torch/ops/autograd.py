@@ -1,7 +1,8 @@
 """Derivatives of the ops, made of registered ops only, so that tracing and higher orders work.
 
 The packed weight is frozen. Rows are decoded a slice at a time, in float32 (float64 for float64 inputs).
-With ``activations="int8"`` the rounding of the activations is passed straight through.
+With ``activations="int8"`` the rounding of the activations is passed straight through; ops that give or take
+rounded values themselves refuse.
 """
 
 from typing import Any
@@ -42,8 +43,7 @@ def _linear_backward(ctx: Any, grad_y: Tensor) -> Gradients:
     if ctx.needs_input_grad[0]:
         grad_x = times_weight(grad_y, weight, ctx.fmt, ctx.in_features, ctx.layout).to(ctx.x_dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:
-        grad_bias = grad_y.flatten(0, -2).sum(0) if grad_y.ndim > 1 else grad_y
-        grad_bias = grad_bias.to(ctx.bias_dtype)
+        grad_bias = grad_y.reshape(-1, weight.shape[0]).sum(0).to(ctx.bias_dtype)
     return grad_x, None, None, None, grad_bias
 
 
@@ -142,9 +142,20 @@ def times_weight(grad_y: Tensor, weight: Tensor, fmt: str, in_features: int, lay
         decoded = torch.ops.realizar_torch.dequantize(
             weight[rows], fmt, in_features, dtype=grad_y.dtype, layout=layout
         )
-        product = product + grad_y[..., rows] @ decoded
+        # not indexed: batches of gradients know no view of all rows, which that would be for one slice
+        part = grad_y.narrow(-1, rows.start, rows.stop - rows.start)
+        product = product + part @ decoded
     return product
 
 
 derivatives.register("linear", _save_linear, _linear_backward, _linear_jvp)
 derivatives.register("norm_linear", _save_norm_linear, _norm_linear_backward, _norm_linear_jvp)
+derivatives.register_none("quantize", "pass detached tensors")
+derivatives.register_none(
+    "quantize_activations",
+    "pass x.detach(), or use linear(x, ..., activations='int8'), whose gradient passes the rounding straight "
+    "through",
+)
+derivatives.register_none(
+    "linear_quantized", "pass x itself with activations='int8', or call it under torch.no_grad()"
+)

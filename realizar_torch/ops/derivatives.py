@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from realizar_torch.errors import FormatError
 from realizar_torch.ops.library import LIBRARY
 
 
@@ -25,21 +26,16 @@ def register(
     ``save(ctx, *args, **kwargs)`` has the op's arguments, ``backward(ctx, grad)`` a gradient and
     ``jvp(ctx, *tangents)`` a tangent for each positional one (trailing defaults may be left out).
     """
-    op = getattr(torch.ops.realizar_torch, name).default
-
-    def below(keyset: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        # below the tracking of views, too: bodies reshape what they return, which is nobody's view
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+    below = _below(name)
 
     def forward(ctx: Any, *args: Any) -> Tensor:
         *arguments, (keyset, kwargs) = args
         save(ctx, *arguments, **kwargs)
         if not torch._C._are_functorch_transforms_active():
-            return below(keyset, tuple(arguments), kwargs)
+            return below(keyset, *arguments, **kwargs)
         # this call is an inner transform's, and the outer ones differentiate what lies below it
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-            return below(keyset, tuple(arguments), kwargs)
+            return below(keyset, *arguments, **kwargs)
 
     # the base of Function that torch.func itself uses, one level of transforms at a time
     function: Any = type(
@@ -61,23 +57,49 @@ def register(
                 return function.apply(*args, (keyset, kwargs))
         if wanted(*args):
             return function.apply(*args, (keyset, kwargs))
-        return below(keyset, args, kwargs)
+        return below(keyset, *args, **kwargs)
 
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
 
 def register_composed(name: str, composed: Callable[..., Tensor]) -> None:
     """Where a derivative is wanted, ``realizar_torch::name`` is ``composed`` of ops that have theirs."""
-    op = getattr(torch.ops.realizar_torch, name).default
+    below = _below(name)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Tensor:
         values = (value for arg in args for value in (arg if isinstance(arg, list) else (arg,)))
         if torch._C._are_functorch_transforms_active() or wanted(*values):
             return composed(*args, **kwargs)
+        return below(keyset, *args, **kwargs)
+
+    LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def register_none(name: str, instead: str) -> None:
+    """``realizar_torch::name`` refuses where a derivative is wanted, and says what to do ``instead``.
+
+    Of an op without a rule PyTorch makes zeros.
+    """
+    below = _below(name)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if wanted(*args):
+            raise FormatError(f"{name} has no derivative, and an input requires one; {instead}")
+        return below(keyset, *args, **kwargs)
+
+    LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def _below(name: str) -> Callable[..., Any]:
+    """The op as it is below autograd, for a kernel that was called with ``keyset``."""
+    op = getattr(torch.ops.realizar_torch, name).default
+
+    def below(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        # below the tracking of views, too: bodies reshape what they return, which is nobody's view
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
 
-    LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+    return below
 
 
 def wanted(*values: Any) -> bool:
