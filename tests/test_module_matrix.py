@@ -275,6 +275,13 @@ def _load_another_format(cell: Cell, model: PackedModel) -> None:
     model.load_state_dict(Cell(fmt, cell.device, cell.layout).build().state_dict())
 
 
+def _load_another_width(cell: Cell, model: PackedModel) -> None:
+    """Of one weight less, which as many blocks hold."""
+    narrow = rt.QuantizedLinear(COLUMNS - 1, ROWS, fmt=cell.fmt, device=cell.device)
+    rt.prepack(narrow, cell.layout)
+    narrow.load_state_dict(model.linear.state_dict())
+
+
 def _forward(cell: Cell, model: PackedModel) -> None:
     model.linear(cell.inputs()[1])
 
@@ -293,6 +300,7 @@ REFUSED = {
     "load too few rows": (lambda c, m: _load(c, m, lambda w: w[1:], False), RuntimeError, r"linear\.weight"),
     "assign too few rows": (lambda c, m: _load(c, m, lambda w: w[1:], True), RuntimeError, r"linear\.weight"),
     "load another format": (_load_another_format, rt.FormatError, "stored as {other}, .* made for {fmt}"),
+    "load another width": (_load_another_width, rt.FormatError, "rows of 300 weights, .* made for 299"),
     "forward on meta": (lambda c, m: _forward(c, m.to("meta")), rt.FormatError, "weight is on meta"),
     "offload a norm in parts": (_offload_in_parts, rt.FormatError, "preload_module_classes"),
 }

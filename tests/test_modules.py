@@ -1,4 +1,4 @@
-"""QuantizedLinear, QuantizedEmbedding and the norms: values, state dicts, casts, moves, surgery."""
+"""QuantizedLinear and QuantizedEmbedding: values, state dicts, casts, moves, surgery."""
 
 import copy
 import io
@@ -13,8 +13,8 @@ import realizar_torch as rt
 from realizar_torch import reference
 from realizar_torch.formats import get_format
 from realizar_torch.nn.attention import Attention, AttentionInputs
+from realizar_torch.nn.experts import QuantizedExperts
 from realizar_torch.nn.mlp import GatedMLP
-from realizar_torch.nn.norm import LayerNorm, RMSNorm
 
 
 def _linear(fmt: str = "Q4_K", rows: int = 33, columns: int = 300, **kwargs) -> rt.QuantizedLinear:
@@ -232,6 +232,25 @@ def test_state_dict_of_another_format_is_refused() -> None:
         embedding.load_state_dict(_embedding().state_dict())
 
 
+@pytest.mark.parametrize("width", [301, 512])
+def test_state_dict_of_another_width_is_refused(width: int) -> None:
+    """Rows of 300 and of 512 weights are two Q4_K blocks: only the number tells them apart."""
+    linear, table = _linear(), _embedding("Q4_K")
+    experts = QuantizedExperts(random_blocks("Q4_K", 6, 300).unflatten(0, (2, 3)), 300, "Q4_K")
+    for module, other in (
+        (linear, rt.QuantizedLinear(width, 33)),
+        (table, rt.QuantizedEmbedding(20, width, fmt="Q4_K")),
+        (experts, QuantizedExperts(experts.weight.data.clone(), width, "Q4_K")),
+    ):
+        with pytest.raises(rt.FormatError, match=rf"rows of 300 weights, .* made for {width}"):
+            nn.Sequential(other).load_state_dict(nn.Sequential(module).state_dict())
+        # as states were saved before widths travelled
+        state = module.state_dict()
+        del state._metadata[""]["columns"]
+        other.load_state_dict(state)
+        assert torch.equal(other.weight, module.weight)
+
+
 def test_state_dict_without_metadata_loads_by_shape() -> None:
     module = _linear()
     other = rt.QuantizedLinear(300, 33)
@@ -343,38 +362,3 @@ def test_a_bias_that_is_trained_gets_its_gradient_in_an_int8_mlp() -> None:
     mlp = GatedMLP(_int8(64, 300), _int8(64, 300), _int8(300, 64), activation="silu")
     mlp(random_activations(2, 300)).sum().backward()
     assert all(p.grad.count_nonzero() for p in mlp.parameters() if p.is_floating_point())
-
-
-# --- dense norms
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
-def test_norms_equal_torch_in_float64(kind: type[RMSNorm], dtype: torch.dtype) -> None:
-    norm = kind(770, 1e-5)
-    norm.weight.data.normal_()
-    dense = nn.RMSNorm(770, 1e-5) if kind is RMSNorm else nn.LayerNorm(770, 1e-5)
-    dense.load_state_dict(norm.state_dict())
-    x = random_activations(2, 3, 770, dtype=dtype)
-    y = norm(x)
-    assert y.dtype == dtype
-    epsilon = max(torch.finfo(dtype).eps, 1e-6)
-    torch.testing.assert_close(y.double(), dense.double()(x.double()), rtol=epsilon, atol=epsilon)
-
-
-@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
-def test_fp16_rows_whose_squares_overflow(kind: type[RMSNorm]) -> None:
-    x = torch.full((2, 2048), 8000.0, dtype=torch.float16)
-    x[:, ::2] *= -1
-    norm = kind(2048)
-    norm.weight.data.normal_()
-    torch.testing.assert_close(norm(x).float(), norm.weight * x.sign().float(), rtol=2**-10, atol=0)
-
-
-def test_zero_centered_norm_adds_one_to_the_stored_weight() -> None:
-    norm, plain = RMSNorm(16, zero_centered=True, dtype=torch.bfloat16), RMSNorm(16)
-    norm.weight.data.fill_(2**-10)
-    plain.weight.data.fill_(1 + 2**-10)
-    x = torch.randn(3, 16)
-    assert torch.equal(norm(x), plain(x))
-    assert not torch.equal(RMSNorm(16)(x), plain(x))

@@ -71,6 +71,11 @@ class QuantizedEmbedding(PackedModule):
         module.weight = weight
         return module
 
+    @property
+    def columns(self) -> int:
+        """``embedding_dim``."""
+        return self.embedding_dim
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """``ids`` int64 or int32, any shape → ``[*ids.shape, embedding_dim]``; others are a FormatError."""
         return ops.embedding(

@@ -36,6 +36,11 @@ class QuantizedExperts(PackedModule):
         self.weight = nn.Parameter(blocks, requires_grad=False)
 
     @property
+    def columns(self) -> int:
+        """``in_features``."""
+        return self.in_features
+
+    @property
     def padded_features(self) -> int:
         """As of a ``QuantizedLinear``."""
         return padded_features(self.in_features, self.fmt)

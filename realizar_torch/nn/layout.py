@@ -50,6 +50,11 @@ class PackedModule(nn.Module):
         self.layout = "ggml"
 
     @property
+    def columns(self) -> int:
+        """Weights in a row, without padding."""
+        raise NotImplementedError
+
+    @property
     def stored(self) -> Tensor:
         """The weight's bytes ``uint8 [rows, row_bytes]`` in ``layout``."""
         return stored_by(self)
@@ -82,7 +87,7 @@ class PackedModule(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        packed.save_format(destination, prefix, self.fmt)
+        packed.save_form(destination, prefix, self.fmt, self.columns)
         if self.layout != "ggml":
             self._entry.save(self, destination, prefix + "weight")
 
@@ -96,7 +101,7 @@ class PackedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        packed.check_state(state_dict, prefix, local_metadata, self.fmt)
+        packed.check_state(state_dict, prefix, local_metadata, self.fmt, self.columns)
         key = prefix + "weight"
         if self.layout != "ggml":
             assign = local_metadata.get("assign_to_params_buffers", False)

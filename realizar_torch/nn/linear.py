@@ -77,6 +77,11 @@ class QuantizedLinear(PackedModule):
         return module
 
     @property
+    def columns(self) -> int:
+        """``in_features``."""
+        return self.in_features
+
+    @property
     def padded_features(self) -> int:
         """``in_features`` rounded up to whole blocks; formats that agree can share quantized activations."""
         return padded_features(self.in_features, self.fmt)

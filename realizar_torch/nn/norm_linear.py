@@ -183,12 +183,12 @@ class FusedLayerNormLinear(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        packed.save_format(destination, prefix, self.fmt)
+        packed.save_form(destination, prefix, self.fmt, self.in_features)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
     ) -> None:
-        packed.check_state(state_dict, prefix, local_metadata, self.fmt)
+        packed.check_state(state_dict, prefix, local_metadata, self.fmt, self.in_features)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 

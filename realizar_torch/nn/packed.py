@@ -1,7 +1,7 @@
 """Packed weights as module parameters: made, wrapped, and guarded where state dicts are saved and loaded.
 
 A ``uint8`` parameter stays as it is under ``.to(dtype)`` and ``.half()``. Bytes do not tell Q4_0 from Q4_K,
-so the format's name travels in the state dict's metadata.
+and padding hides how long a row is, so format and columns travel in the state dict's metadata.
 """
 
 from collections.abc import Mapping
@@ -44,22 +44,27 @@ def check_activations(activations: str) -> None:
     check_choice("activations", activations, ACTIVATIONS)
 
 
-def save_format(destination: Mapping[str, torch.Tensor], prefix: str, fmt: Formats) -> None:
-    """Write ``fmt`` into the metadata that ``Module.state_dict`` keeps per module."""
+def save_form(destination: Mapping[str, torch.Tensor], prefix: str, fmt: Formats, columns: int) -> None:
+    """Write what bytes do not tell into the metadata that ``Module.state_dict`` keeps per module."""
     metadata = getattr(destination, "_metadata", None)
     if metadata is not None:
-        metadata[prefix[:-1]]["fmt"] = fmt
+        metadata[prefix[:-1]].update(fmt=fmt, columns=columns)
 
 
 def check_state(
-    state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], fmt: Formats
+    state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], fmt: Formats, columns: int
 ) -> None:
-    """Refuse a state dict of another format, or one that holds floats where packed bytes belong."""
+    """Refuse a state dict of another format or width, or one that holds floats where packed bytes belong."""
     stored = metadata.get("fmt", fmt)
     if stored != fmt:
         raise FormatError(
             f"{prefix}weight is stored as {stored}, but this module was made for {fmt}; "
             f"make the module with fmt={stored!r}"
+        )
+    if (width := metadata.get("columns", columns)) != columns:
+        raise FormatError(
+            f"{prefix}weight is stored as rows of {width} weights, but this module was made for {columns}; "
+            f"make the module for {width}"
         )
     formats = {"weight": fmt} if not isinstance(fmt, tuple) else {f"weight.{i}": f for i, f in enumerate(fmt)}
     for key, name in formats.items():
