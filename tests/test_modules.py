@@ -15,6 +15,7 @@ from realizar_torch.formats import get_format
 from realizar_torch.nn.attention import Attention, AttentionInputs
 from realizar_torch.nn.experts import QuantizedExperts
 from realizar_torch.nn.mlp import GatedMLP
+from realizar_torch.nn.norm import RMSNorm
 
 
 def _linear(fmt: str = "Q4_K", rows: int = 33, columns: int = 300, **kwargs) -> rt.QuantizedLinear:
