@@ -98,18 +98,13 @@ def _takes_layout(call: str) -> bool:
     return call not in ("quantize_activations", "quantize")
 
 
-def _formats(call: str) -> tuple[str, ...]:
-    # products with experts call those of linear, which are here in every format
-    return ("Q6_K", "Q8_0") if call.startswith("expert") else PACKED
-
-
 # one worker per format: it compiles a kernel once
 CELLS = [
     pytest.param(
         (call, fmt, layout, shape), id=f"{call}-{fmt}-{layout}-{shape}", marks=pytest.mark.xdist_group(fmt)
     )
     for call in CALLS
-    for fmt in _formats(call)
+    for fmt in PACKED
     for layout in (LAYOUTS if _takes_layout(call) else ("ggml",))
     for shape in SHAPES
 ]
