@@ -30,7 +30,7 @@ from realizar_torch.generation.sampling import SamplingParams
 from realizar_torch.generation.step import new_state
 
 PROMPT, NEW, CAPACITY, CHECKED = 128, 128, 384, 3
-# rms of the difference over rms of the logits: alone a row's activations are int8, among five or more fp16;
+# rms of the difference over rms of the logits: alone a row's activations are int8, among three or more fp16;
 # gpu_decode.py allows 0.15 from exact numerics
 TOLERANCE = 0.1
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.9}

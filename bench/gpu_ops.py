@@ -32,7 +32,7 @@ NORMED = (28672, 4096)
 # largest time of norm_linear over that of its product alone
 NORM_RATIO = 1.15
 # rows from which a product may run on tensor cores, which round both sides to bf16 or fp16
-ROUNDED_ROWS = 5
+ROUNDED_ROWS = 3
 
 
 class Products(Case):

@@ -20,6 +20,7 @@ from realizar_torch.generation.prompt_rows import Piece, rows_of
 from realizar_torch.nn.cache_rows import quantize_rows
 from realizar_torch.triton_kernels.attention import attention_scratch, decode_attention
 from realizar_torch.triton_kernels.attention_kernel import attention_kernel
+from realizar_torch.triton_kernels.configs import Launch
 from realizar_torch.triton_kernels.dequantize import dequantize, embedding
 from realizar_torch.triton_kernels.experts import expert_matvec, expert_matvec_int8
 from realizar_torch.triton_kernels.gate_up import ACTIVATIONS, gate_up, gate_up_int8
@@ -113,6 +114,7 @@ def _products(fmt: str, layout: str, device: torch.device) -> Iterator[Tensor]:
     parts = quantize_activations(x, width)
     yield matvec(x, *one, bias, residual=residual, layout=layout)
     yield matvec_int8(*parts, *one, bias, residual=residual, layout=layout)
+    yield matvec_int8(*parts, *one, layout=layout, launch=Launch(2, 1, 1, ahead=True))
     # one vector: these take the longest to compile
     yield gate_up(x[:1], *pair, layout=layout)
     yield gate_up_int8(*(part[:1] for part in parts), *pair, layout=layout)
@@ -157,7 +159,7 @@ def _norms(normalization: str, device: torch.device) -> Iterator[Tensor]:
 
 def _attention(dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
     """Decode and prompt attention up to the cache's last position, with heads that fill no power of two."""
-    for dim, window in ((24, 0), (64, 33)):
+    for dim, window in ((10, 0), (24, 0), (64, 33)):
         caches, scales = _caches(dtype, dim, device)
         qkv = torch.randn(len(POSITIONS), (HEADS + 2 * KV_HEADS) * dim, device=device)
         angles = [torch.rand(CAPACITY, dim // 2 - 2, device=device) for _ in range(2)]

@@ -49,11 +49,11 @@ def test_linear_equals_the_oracle_in_every_format(fmt, batch):
 
 
 @pytest.mark.parametrize("fmt", ["Q4_K", "Q5_0"])
-def test_int8_governs_four_rows_and_fp16_sixty_four(fmt):
-    for batch in (1, 4, 5, 64, 65):
+def test_int8_governs_two_rows_and_fp16_sixty_four(fmt):
+    for batch in (1, 2, 3, 64, 65):
         x, weight, decoded = case(fmt, batch)
         seen, tolerance = x.double(), float_tolerance(x, decoded)
-        if batch <= 4:
+        if batch <= 2:
             q = reference.quantize_activations(x, fmt, torch.device(DEVICE))
             seen = (q.q.double().unflatten(-1, (-1, 32)) * q.scale.double()[..., None]).flatten(-2)[:, :300]
             tolerance = tolerance + int8_kernel_tolerance(seen, decoded)

@@ -42,8 +42,12 @@ def test_linears_of_int8_activations_are_those_of_linear(group: str, batch: int)
     y = shared_input.linears_on_cuda(x, weights, fmts, columns, biases, **kind, layouts=layouts)
     assert y.shape == (1, batch, sum(map(len, weights)))
     # a launch has as many warps for each of its weights, and a sum the order that they give
-    warps = {choose(f, len(w), columns, batch).warps for f, w in zip(fmts, weights, strict=True)}
-    sums_alike = group != "one launch" or batch > 64 or (batch < 5 and len(warps) == 1)
+    pairs = list(zip(fmts, map(len, weights), strict=True))
+    shapes = [choose(fmt, rows, columns, batch, several=True) for fmt, rows in pairs]
+    steps = [(shapes[0].warps, shape.blocks * shapes[0].warps // shape.warps) for shape in shapes]
+    single = [choose(fmt, rows, columns, batch) for fmt, rows in pairs]
+    alike = batch <= cuda.INT8_MATVEC_ROWS and steps == [(shape.warps, shape.blocks) for shape in single]
+    sums_alike = group != "one launch" or batch > 64 or alike
     parts = y.split([len(weight) for weight in weights], -1)
     for part, weight, fmt, layout, bias, values in zip(
         parts, weights, fmts, layouts, biases, dense, strict=True

@@ -16,6 +16,8 @@ from realizar_torch.errors import FormatError
 
 pytest.importorskip("triton")
 
+from program_order import backwards
+
 from realizar_torch.triton_kernels.attention import attention_scratch
 from realizar_torch.triton_kernels.configs import AttentionLaunch
 from realizar_torch.triton_kernels.gate_up import gate_up, gate_up_int8
@@ -111,6 +113,17 @@ def test_decode_attention(
         assert torch.equal(int8[0].cpu(), exact.q)
         assert torch.equal(int8[1].cpu(), exact.scale) and torch.equal(int8[2].cpu(), exact.sums)
         assert (scratch[2] == 0).all()
+
+
+@pytest.mark.parametrize("dim", [6, 7, 10, 33, 50])
+def test_heads_of_any_size_stay_in_their_place(dim: int) -> None:
+    case = AttentionCase([5, 3], torch.float32, dim=dim, capacity=8, rotary=2)
+    memory, guard = torch.full((2 * 6 * dim + 32,), 777.0, device=DEVICE), 16
+    out = memory[guard:-guard].view(2, 6 * dim)
+    with backwards():
+        case.run(out=out)
+    torch.testing.assert_close(out.double(), case.expected(), rtol=0, atol=1e-5)
+    assert (memory[:guard] == 777).all() and (memory[-guard:] == 777).all()
 
 
 @pytest.mark.parametrize("rotary", [16, 32])

@@ -25,7 +25,7 @@ from realizar_torch.formats import get_packed_format
 pytest.importorskip("triton")
 
 from realizar_torch.triton_kernels.blocks import GGML_ONLY, units
-from realizar_torch.triton_kernels.configs import choose
+from realizar_torch.triton_kernels.configs import Launch, choose
 from realizar_torch.triton_kernels.dequantize import dequantize, embedding
 from realizar_torch.triton_kernels.gate_up import gate_up
 from realizar_torch.triton_kernels.matvec import matvec, matvec_int8
@@ -214,17 +214,40 @@ def test_norm_statistics_are_fp32_and_zero_centered_adds_one() -> None:
     torch.testing.assert_close(y[0], gain + 1, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("fmt", "layout"), LAYOUTS)
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_steps_that_are_fetched_ahead_change_no_bit(fmt: str, layout: str, blocks: int) -> None:
+    """Of three blocks: three steps, two of which the last is half empty, and one."""
+    columns = 3 * get_packed_format(fmt).block_size
+    weight = packing.pack(random_blocks(fmt, 5, columns), fmt, layout).to(DEVICE)
+    quantized = quantize_activations(random_activations(1, columns).to(DEVICE), columns)
+    once, ahead = (
+        matvec_int8(*quantized, weight, fmt, columns, layout=layout, launch=Launch(2, blocks, 1, ahead))
+        for ahead in (False, True)
+    )
+    assert once.abs().min() > 0 and torch.equal(once, ahead)
+
+
+def test_long_rows_of_few_programs_are_fetched_ahead() -> None:
+    """Down projections of 8B and 1B models; not what has a program for every multiprocessor's every warp."""
+    for shape in ((4096, 14336), (2048, 8192), (8192, 28672)):
+        assert choose("Q4_K", *shape).ahead and choose("Q6_K", *shape).ahead
+        assert not choose("Q4_K", *shape, 2).ahead and not choose("Q4_K", *shape, 1, "float").ahead
+    for shape in ((28672, 4096), (128256, 4096), (4096, 4096), (16384, 14336)):
+        assert not choose("Q4_K", *shape).ahead
+
+
 @pytest.mark.parametrize("fmt", PACKED)
 def test_choose_never_asks_for_more_lanes_than_a_row_has(fmt: str) -> None:
     for rows in (1, 3, 4096, 128256):
         for in_features in (1, 576, 4096, 14336, 75 * 256):
             for batch in range(1, 9):
-                for activations in ("int8", "float"):
-                    launch = choose(fmt, rows, in_features, batch, activations)
+                for activations, several in (("int8", False), ("int8", True), ("float", False)):
+                    launch = choose(fmt, rows, in_features, batch, activations, several=several)
                     lanes = launch.blocks * units(fmt)
                     assert launch.blocks < 2 * get_packed_format(fmt).blocks(in_features)
                     assert launch.warps == 1 or lanes >= 32 * launch.warps
-                    assert launch.rows < 2 * rows
+                    assert launch.rows < 2 * rows and not (several and launch.ahead)
 
 
 def test_wrong_arguments_are_named() -> None:

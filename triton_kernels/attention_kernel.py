@@ -13,7 +13,7 @@ from realizar_torch.triton_kernels.primitives import (
     release_successor,
     wait_for_predecessor,
 )
-from realizar_torch.triton_kernels.rope import rotated_heads
+from realizar_torch.triton_kernels.rope import rotated_head, rotated_heads
 
 # bytes that a load brings to the L2 cache at once
 LINE = tl.constexpr(128)
@@ -132,12 +132,11 @@ def attention_kernel(
         own = tl.full([P], 0.0, tl.float32)
         fresh = tl.zeros([1, LANES], tl.float32)
         if split == runs - 1:
-            one = tl.zeros([1, 1], tl.int32)
-            key_heads = heads + ((GROUP * KV_HEADS + kv_head) * D + one)
-            k = rotated_heads(
-                key_heads, one == 0, turn, cos, sin, k_norm, eps, D, ROTARY, LANES, HAS_NORM, ZERO_CENTERED
+            key_head = heads + (GROUP * KV_HEADS + kv_head) * D
+            k = rotated_head(
+                key_head, turn, cos, sin, k_norm, eps, D, ROTARY, LANES, HAS_NORM, ZERO_CENTERED
             )
-            v = tl.load(key_heads + KV_HEADS * D + lane[None, :], mask=present[None, :], other=0)
+            v = tl.load(key_head + KV_HEADS * D + lane[None, :], mask=present[None, :], other=0)
             k, k_scale, k_seen = packed_row(k, k_cache.dtype.element_ty)
             v, v_scale, fresh = packed_row(v.to(tl.float32), v_cache.dtype.element_ty)
             place = tl.where(known, position, 0).to(tl.int64)

@@ -74,9 +74,11 @@ def finish(
     held = (member < GROUP) & (lane < D)
     row = batch.to(tl.int64)
     inner = tl.arange(0, 4)[None, :]
-    tl.store(
-        out + row * width + columns[:, None] + inner, cast(result, out.dtype.element_ty), mask=held[:, None]
-    )
+    mask = held[:, None]
+    if D % 4:
+        # a quad can lie across the end of a head
+        mask &= lane[:, None] + inner < D
+    tl.store(out + row * width + columns[:, None] + inner, cast(result, out.dtype.element_ty), mask=mask)
     if INT8:
         BLOCKS: tl.constexpr = P * LANES // 32
         block = tl.arange(0, BLOCKS)

@@ -8,11 +8,13 @@ from realizar_torch.triton_kernels.blocks import planes, planes_per_scale, units
 
 @dataclass(frozen=True)
 class Launch:
-    """``rows`` weight rows per program, ``blocks`` blocks of each per loop step, ``warps`` warps."""
+    """``rows`` weight rows per program, ``blocks`` blocks of each per loop step, ``warps`` warps; ``ahead``:
+    the bytes of a step are fetched while the step before is multiplied."""
 
     rows: int
     blocks: int
     warps: int
+    ahead: bool = False
 
 
 def _power_of_two_at_least(value: int) -> int:
@@ -20,31 +22,50 @@ def _power_of_two_at_least(value: int) -> int:
 
 
 def choose(
-    fmt: str, rows: int, in_features: int, batch: int = 1, activations: str = "int8", pair: bool = False
+    fmt: str,
+    rows: int,
+    in_features: int,
+    batch: int = 1,
+    activations: str = "int8",
+    *,
+    pair: bool = False,
+    several: bool = False,
 ) -> Launch:
     """The launch shape of a matvec with ``rows`` × ``in_features`` packed weights and ``batch`` activation
     vectors.
 
     A thread owns one unit of a block, so a loop step of ``blocks`` blocks occupies blocks × units lanes; more
-    lanes than the row has units would idle. ``pair``: each program does the same rows of two weights.
+    lanes than the row has units would idle. ``pair``: each program does the same rows of two weights;
+    ``several``: the launch has more weights than this one.
     """
     per_block = units(fmt)
     blocks = get_packed_format(fmt).blocks(in_features)
+    lanes = blocks * per_block
     # a scale for every 16 of a unit's 64 weights takes the most registers
     wide = planes(fmt) == 4 and planes_per_scale(fmt) == 1
-    warps = 8 if wide and in_features > 8192 and activations == "int8" else 2
-    while warps > 1 and blocks * per_block < 32 * warps:
-        warps //= 2
-    # an idle part of the last loop step costs more than one step more
-    while warps > 1 and not wide and blocks * per_block % (32 * warps):
-        warps //= 2
-    step = min(max(1, 32 * warps // per_block), _power_of_two_at_least(blocks))
-    per_program = 2 if wide or pair or activations == "float" else 4
-    if batch > 2:
-        per_program = min(per_program, 2)
+    per_program = 4
+    if pair or activations == "float" or (wide and (several or batch > 1)):
+        per_program = 2
     if batch > 4 or (batch > 2 and activations == "float"):
         per_program = 1
-    return Launch(min(per_program, _power_of_two_at_least(rows)), step, warps)
+    elif batch > 2:
+        per_program = 2
+    # few programs with long loops: too few bytes are on their way unless two steps overlap
+    alone = not pair and not several and batch == 1 and activations == "int8"
+    ahead = alone and planes(fmt) == 4 and lanes >= 128 and rows <= 8192
+    if ahead:
+        warps = min(_power_of_two_at_least(lanes) // 128, _power_of_two_at_least(4096 // rows))
+    elif wide and in_features > 8192 and activations == "int8":
+        warps = 8
+    else:
+        warps = 1 if several else 2
+    while warps > 1 and lanes < 32 * warps:
+        warps //= 2
+    # an idle part of the last loop step costs more than one step more
+    while warps > 1 and not (wide and not ahead) and lanes % (32 * warps):
+        warps //= 2
+    step = min(max(1, 32 * warps // per_block), _power_of_two_at_least(blocks))
+    return Launch(min(per_program, _power_of_two_at_least(rows)), step, warps, ahead)
 
 
 @dataclass(frozen=True)

@@ -54,14 +54,16 @@ def _matvec_int8_kernel(
     weight, row_stride, n_rows, blocks, xq, xscale, xsums, out, out_stride, bias, residual,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     CB: tl.constexpr,
-    WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
+    WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: BN weight rows × M int8 vectors (bytes: see decode.py and row_sums.add_int8)."""
     first_row = tl.program_id(0) * BN
     rows = row_pointers(weight, row_stride, first_row, n_rows, ALIGN, BN)
-    total = int8_sums((rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, WHOLE, DEPENDENT)
+    total = int8_sums(
+        (rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, WHOLE, DEPENDENT, AHEAD, True
+    )
     sums = reduce_rows(total, 0, M)
-    release_successor(DEPENDENT)
     store_rows(sums, first_row, BN, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)
 
 
@@ -180,7 +182,7 @@ def matvec_int8(
             bias, residual,
             FMT=fmt, PLANAR=packed.planar, ALIGN=packed.align, M=q.shape[0], BN=shape.rows, CB=shape.blocks,
             WHOLE=packed.blocks % shape.blocks == 0, HAS_BIAS=bias is not None,
-            HAS_RESIDUAL=residual is not None,
+            HAS_RESIDUAL=residual is not None, AHEAD=shape.ahead,
             DEPENDENT=dependent, num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result

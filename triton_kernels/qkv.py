@@ -12,7 +12,6 @@ from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.configs import Launch, choose
 from realizar_torch.triton_kernels.launch import PackedRows, on_device, packed_rows, same_device, vector
 from realizar_torch.triton_kernels.matvec import check_int8, output_tensor, store_rows
-from realizar_torch.triton_kernels.primitives import release_successor
 from realizar_torch.triton_kernels.row_sums import int8_sums, reduce_rows, row_pointers
 
 
@@ -24,9 +23,10 @@ def _rows_of_one(
     HAS_BIAS: tl.constexpr, DEPENDENT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     rows = row_pointers(weight, row_stride, first_row, n_rows, ALIGN, BN)
-    total = int8_sums((rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, EVEN, DEPENDENT)
+    total = int8_sums(
+        (rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, EVEN, DEPENDENT, False, True
+    )
     sums = reduce_rows(total, 0, M)
-    release_successor(DEPENDENT)
     store_rows(sums, first_row, BN, n_rows, out, out_stride, bias, bias, M, HAS_BIAS, False)
 
 
@@ -105,7 +105,7 @@ def qkv_int8(
         return result
     bias = vector(bias, total, "bias")
     shapes = launches or [
-        choose(item.fmt.name, item.rows, in_features, q.shape[0], "int8") for item in packed
+        choose(item.fmt.name, item.rows, in_features, q.shape[0], "int8", several=True) for item in packed
     ]
     warps = shapes[0].warps
     arguments: list[object] = []

@@ -28,7 +28,14 @@ from realizar_torch.triton_kernels.decode import (
     scale_of,
     word_quants,
 )
-from realizar_torch.triton_kernels.primitives import dp4a, load_scalar, split_words, wait_for_predecessor
+from realizar_torch.triton_kernels.primitives import (
+    dp4a,
+    keep_loads_ahead,
+    load_scalar,
+    release_successor,
+    split_words,
+    wait_for_predecessor,
+)
 
 
 @triton.jit
@@ -181,28 +188,53 @@ def add_int8(total, decoded, x, m: tl.constexpr, M: tl.constexpr, FMT: tl.conste
 
 
 @triton.jit
+def add_tile(
+    total, raw, first, blocks, xq, xscale, xsums,
+    M: tl.constexpr, FMT: tl.constexpr, CB: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """``total`` (groups × M) plus the tile ``raw`` at block ``first`` times all vectors."""
+    decoded = decode_tile(raw, first, FMT, CB)
+    for m in tl.static_range(M):
+        x = load_vector(first, m, blocks, xq, xscale, xsums, FMT, CB, WHOLE)
+        total = add_int8(total, decoded, x, m, M, FMT)
+    return total
+
+
+@triton.jit
 def int8_sums(
     groups, blocks, xq, xscale, xsums,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, CB: tl.constexpr,
-    WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
+    WHOLE: tl.constexpr, DEPENDENT: tl.constexpr, AHEAD: tl.constexpr = False, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """rows · dequantized int8 activations, not summed over lanes: groups × M tensors ``[BN, lanes]`` fp32.
 
-    The first tile of weights is on its way before the activations' producer has finished (DEPENDENT).
+    The first tile of weights is on its way before the activations' producer has finished (DEPENDENT). AHEAD:
+    so is the next tile before one is multiplied. EARLY: the successor may start as soon as that producer has
+    finished, to fetch its own first tiles.
     """
     raw = load_tile(groups, 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
-    wait_for_predecessor(DEPENDENT)
+    if DEPENDENT:
+        # a barrier of its own
+        wait_for_predecessor(DEPENDENT)
+    else:
+        keep_loads_ahead()
+    if EARLY:
+        release_successor(DEPENDENT)
     total = zeros(len(groups) * M, groups[0].shape[0], CB * units(FMT))
-    decoded = decode_tile(raw, 0, FMT, CB)
-    for m in tl.static_range(M):
-        x = load_vector(0, m, blocks, xq, xscale, xsums, FMT, CB, WHOLE)
-        total = add_int8(total, decoded, x, m, M, FMT)
-    for first in range(CB, blocks, CB):
-        raw = load_tile(groups, first, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
-        decoded = decode_tile(raw, first, FMT, CB)
-        for m in tl.static_range(M):
-            x = load_vector(first, m, blocks, xq, xscale, xsums, FMT, CB, WHOLE)
-            total = add_int8(total, decoded, x, m, M, FMT)
+    if AHEAD:
+        last = 0
+        for first in range(CB, blocks, CB):
+            following = load_tile(groups, first, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
+            keep_loads_ahead()
+            total = add_tile(total, raw, first - CB, blocks, xq, xscale, xsums, M, FMT, CB, WHOLE)
+            raw = following
+            last = first
+        total = add_tile(total, raw, last, blocks, xq, xscale, xsums, M, FMT, CB, WHOLE)
+    else:
+        total = add_tile(total, raw, 0, blocks, xq, xscale, xsums, M, FMT, CB, WHOLE)
+        for first in range(CB, blocks, CB):
+            raw = load_tile(groups, first, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
+            total = add_tile(total, raw, first, blocks, xq, xscale, xsums, M, FMT, CB, WHOLE)
     return total
 
 

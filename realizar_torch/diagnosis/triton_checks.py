@@ -161,7 +161,9 @@ def _projections(projection: Sequence[Matrix], device: torch.device) -> Iterator
         x, operands = random_vectors(device, batch, columns), (packed, fmts, columns, bias)
         if batch in _SINGLE:
             parts, seen = _quantized(x, projection[0])
-            launches = [choose(matrix.fmt, matrix.rows, columns, batch, "int8") for matrix in projection]
+            launches = [
+                choose(matrix.fmt, matrix.rows, columns, batch, "int8", several=True) for matrix in projection
+            ]
             y = qkv_int8(*parts, *operands, layouts=layouts, launches=launches)
             error = product_share(y, seen, decoded, bias)
         else:

@@ -1,6 +1,6 @@
 """The ops on NVIDIA GPUs: Triton kernels for up to eight rows, decoding and torch.matmul beyond.
 
-With ``activations="int8"`` up to four rows are multiplied as int8 and up to 64 as fp16, on tensor cores.
+With ``activations="int8"`` up to two rows are multiplied as int8 and up to 64 as fp16, on tensor cores.
 
 Weights are taken in any layout, at any even address. Without Triton: torch ops, with one warning.
 """
@@ -24,7 +24,7 @@ from realizar_torch.reference import ACTIVATION_BLOCK, padded_features
 # More rows than this leave the memory limit of a matvec; the kernels take no more.
 MATVEC_ROWS = 8
 # More rows of int8 activations than this are a product on tensor cores, which takes them in fp16.
-INT8_MATVEC_ROWS = 4
+INT8_MATVEC_ROWS = 2
 
 
 @functools.cache
