@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from gguf_files import write_gguf
-from hf_directories import write_hf_directory
+from hf_directories import change_tensors, write_hf_directory
 from hf_reference import GREEDY, TEXT
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -16,7 +16,8 @@ from tiny_models import tiny_metadata, tiny_tensors
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 import realizar_torch as rt
-from realizar_torch.errors import FormatError, MissingTensorsError
+from realizar_torch.errors import CheckpointError, FormatError, MissingTensorsError
+from realizar_torch.models.saved_format import FORMATS_KEY
 from realizar_torch.nn.layout import PackedModule
 
 
@@ -29,6 +30,13 @@ def saved(model: Any, tokenizer: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def content(folder: Path) -> tuple[Any, bytes]:
+    """The file's header, whose metadata safetensors puts in any order, and all behind it."""
+    data = (folder / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:end]), data[end:]
 
 
 def test_saved_and_loaded_is_byte_equal(tiny_hf: tuple[Any, Any], tmp_path: Path) -> None:
@@ -44,8 +52,9 @@ def test_saved_and_loaded_is_byte_equal(tiny_hf: tuple[Any, Any], tmp_path: Path
     assert torch.equal(again.generate(**prompt, **GREEDY), model.generate(**prompt, **GREEDY))
     # a second generation of files is the same, byte for byte
     again.save_pretrained(tmp_path / "again")
-    names = ("model.safetensors", "config.json", "generation_config.json")
+    names = ("config.json", "generation_config.json")
     assert all((tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in names)
+    assert content(tmp_path) == content(tmp_path / "again")
 
 
 def test_tied_weights_are_saved_once_and_tied_again(tmp_path: Path) -> None:
@@ -179,6 +188,8 @@ def test_a_checkpoint_that_says_another_format_is_refused(tiny_hf: tuple[Any, An
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["formats"]["model.layers.0.mlp.up_proj"] = "Q8_0"
     (tmp_path / "config.json").write_text(json.dumps(config))
+    # as directories of older versions, which do not tell the formats beside the tensors
+    change_tensors(tmp_path, lambda tensors: None)
     with pytest.raises(
         MissingTensorsError, match=r"up_proj\.weight has shape \[512, 144\], expected \[512, 272\]"
     ):
@@ -186,6 +197,49 @@ def test_a_checkpoint_that_says_another_format_is_refused(tiny_hf: tuple[Any, An
     config["quantization_config"]["version"] = 2
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(FormatError, match="version 2, expected 1"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("layers.1.mlp.up_proj", "F32, expected U8"), ("norm", "U8, expected floats")]
+)
+def test_bytes_and_floats_do_not_stand_for_each_other(
+    name: str, message: str, tiny_hf: tuple[Any, Any], tmp_path: Path
+) -> None:
+    """transformers would cast what has the right shape."""
+    saved(*tiny_hf, tmp_path)
+    key, other = f"model.{name}.weight", torch.uint8 if name == "norm" else torch.float32
+    change_tensors(tmp_path, lambda tensors: tensors.update({key: tensors[key].to(other)}))
+    for head in (AutoModelForCausalLM, AutoModel):
+        with pytest.raises(MissingTensorsError, match=rf"{name}\.weight is {message}"):
+            head.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("shard", ["1GB", "60KB"])
+def test_formats_travel_with_the_tensors(shard: str, loaded: bool, tmp_path: Path) -> None:
+    """Blocks of Q4_K and Q4_0 take as many bytes."""
+    model = write_hf_directory(
+        tmp_path / "dense", hidden_size=256, intermediate_size=256, num_attention_heads=8
+    )
+    rt.quantize_model(model, "Q4_K")
+    model.config.quantization_config = rt.hf.RealizarConfig.from_model(model)
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    if loaded:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+        model.save_pretrained(tmp_path, max_shard_size=shard)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["formats"]["model.layers.2.mlp.up_proj"] = "Q4_0"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for head in (AutoModelForCausalLM, AutoModel):
+        with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.up_proj.*found 'Q4_K', expected 'Q4_0'"):
+            head.from_pretrained(tmp_path)
+    # as a directory of an older version
+    change_tensors(tmp_path, lambda tensors: None)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path), path, {FORMATS_KEY: "[1]"})
+    with pytest.raises(CheckpointError, match=r"metadata 'realizar_torch.formats': found '\[1\]'"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -203,7 +257,6 @@ def test_prepacked_models_generate_and_save_the_same(
         assert {m.layout for m in model.modules() if isinstance(m, PackedModule)} == {"planar"}
         assert model.get_memory_footprint() == footprint
         model.save_pretrained(tmp_path / "prepacked")
-        files = [tmp_path / kind / "model.safetensors" for kind in ("plain", "prepacked")]
-        assert files[0].read_bytes() == files[1].read_bytes()
+        assert content(tmp_path / "plain") == content(tmp_path / "prepacked")
         rt.unpack(model)
         assert torch.equal(model.generate(**prompt, **GREEDY), expected)

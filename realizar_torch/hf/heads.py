@@ -67,7 +67,7 @@ def formats_in(
         target.removesuffix(".weight"): source.removesuffix(".weight")
         for target, source in model.all_tied_weights_keys.items()
     }
-    return found | {target: found[source] for target, source in tied.items() if source in found}
+    return {target: found[source] for target, source in tied.items() if source in found} | found
 
 
 def _module_names(model: nn.Module) -> set[str]:

@@ -10,7 +10,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from realizar_torch.errors import FormatError
-from realizar_torch.hf.checkpoint import check_complete
+from realizar_torch.hf.checkpoint import Header, check_complete, check_formats, told_formats
 from realizar_torch.hf.forwards import share_inputs
 from realizar_torch.hf.heads import formats_in, saved_model
 from realizar_torch.hf.modules import pack_modules
@@ -50,7 +50,10 @@ class RealizarConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_model(cls, model: nn.Module) -> Self:
-        """The entry of a model's packed modules; FormatError if it has none, or activations of both kinds."""
+        """The entry of a model's packed modules; FormatError if it has none, or activations of both kinds.
+
+        From then on ``save_pretrained`` of a transformers model writes their formats beside the tensors, too.
+        """
         modules = {
             name: module
             for name, module in model.named_modules(remove_duplicate=False)
@@ -64,7 +67,10 @@ class RealizarConfig(QuantizationConfigMixin):
         if len(kinds) > 1:
             raise FormatError(f"the model has linears of activations {sorted(kinds)}, expected one kind")
         formats = {name: module.fmt for name, module in modules.items()}
-        return cls(formats, activations=kinds.pop() if kinds else "float")
+        entry = cls(formats, activations=kinds.pop() if kinds else "float")
+        if isinstance(model, PreTrainedModel):
+            model.hf_quantizer = RealizarHfQuantizer(entry)
+        return entry
 
 
 @register_quantizer(METHOD)
@@ -80,22 +86,26 @@ class RealizarHfQuantizer(HfQuantizer):
         checkpoint_files: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        saved = saved_model(model)
+        saved, formats = saved_model(model), self.quantization_config.formats
+        header = Header.of(checkpoint_files) if checkpoint_files else None
+        if header:
+            check_formats(formats, header)
         pack_modules(
             model,
-            formats_in(model, self.quantization_config.formats, saved),
+            formats_in(model, formats, saved),
             dtype=dtype or torch.get_default_dtype(),
             activations=self.quantization_config.activations,
         )
         share_inputs(model)
-        if checkpoint_files:
-            check_complete(model, saved, checkpoint_files)
+        if header:
+            check_complete(model, saved, header)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
-        """Asked before a model is written; its config then names what is packed now, not once was."""
+        """Asked before a model is written; config and files then name what is packed now, not once was."""
         if any(isinstance(module, PackedModule) for module in model.modules()):
-            model.config.quantization_config = RealizarConfig.from_model(model)
-        elif hasattr(model.config, "quantization_config"):
+            entry = model.config.quantization_config = RealizarConfig.from_model(model)
+            return None, told_formats(entry.formats)
+        if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         return None, {}
 
