@@ -1,6 +1,7 @@
 """Arguments of rt.load that change what a directory says, and every one that cannot be meant."""
 
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -52,6 +53,24 @@ def test_a_padded_vocabulary_generates_to_the_end(tmp_path, own):
     assert rt.generate(model, tokenizer, "the cat", max_new_tokens=4) == ""
     with pytest.raises(rt.FormatError, match=f"outside the vocabulary of {VOCAB + 7}"):
         tokenizer.decode([VOCAB + 7])
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_knows_is_refused(tmp_path):
+    write_hf_directory(tmp_path / "small")
+    write_hf_directory(tmp_path / "padded", vocab_size=VOCAB + 7)
+    _, tokenizer = rt.load(tmp_path / "small")
+    assert rt.load(tmp_path / "padded", tokenizer=tokenizer)[1] is tokenizer
+    edit(tmp_path / "padded" / "tokenizer.json", added_tokens=_added(VOCAB))
+    with pytest.raises(rt.FormatError, match=f"has {VOCAB + 1} tokens, the model's vocabulary {VOCAB}"):
+        rt.load(tmp_path / "small", tokenizer=tmp_path / "padded")
+    # a model's own may have spare ones
+    shutil.copy(tmp_path / "padded" / "tokenizer.json", tmp_path / "small")
+    assert rt.load(tmp_path / "small")[1].vocab_size == VOCAB + 1
+
+
+def _added(identifier):
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    return [{"id": identifier, "content": "<beyond>", **flags}]
 
 
 @pytest.mark.parametrize(

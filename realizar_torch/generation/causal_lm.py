@@ -74,8 +74,8 @@ def load(
     numerics of packed linears. quantize: a packed format, or patterns on GGUF names and their formats, for
     the dense matrices of the file, encoded one by one while they are read (``models.encoding``). config:
     metadata keys that replace the file's, {"llama.rope.freq_base": 1e6}. tokenizer: in place of the file's
-    own, a Tokenizer or the path of a model or a tokenizer.json. progress: called with (layers loaded, layers
-    in all).
+    own, a Tokenizer or the path of a model or a tokenizer.json, of no more tokens than the model knows.
+    progress: called with (layers loaded, layers in all).
 
     CheckpointError (GGUFError for GGUF), UnsupportedArchitectureError, MissingTensorsError and
     IncompleteShardsError say what is wrong with the file, FormatError what is wrong with an argument, before
@@ -96,6 +96,8 @@ def load(
     sizes = ModelConfig.from_gguf(source.metadata, shown_path(source.path))
     positions = _positions(max_seq_len, sizes.context_length)
     opened = open_tokenizer(source if tokenizer is None else tokenizer, sizes.vocab_size)
+    if tokenizer is not None:
+        _check_fit(opened, sizes.vocab_size)
     overridden.check_read()
     model = load_transformer(
         source,
@@ -114,6 +116,17 @@ def load(
     if target.type == "cuda" and batch_size > 1:
         model.gpu_states.take(model, batch_size, positions).close()
     return model, opened
+
+
+def _check_fit(tokenizer: Any, vocab_size: int) -> None:
+    """FormatError for a tokenizer of another model. Fewer tokens are common: vocabularies are padded."""
+    # a tokenizer of the caller's own need not tell
+    count = getattr(tokenizer, "vocab_size", 0)
+    if count > vocab_size:
+        raise FormatError(
+            f"the tokenizer has {count} tokens, the model's vocabulary {vocab_size}: it belongs to another "
+            "model; give the one that this model was trained with, or none for the file's own"
+        )
 
 
 def _usable_device(device: torch.device | str | None) -> torch.device:
