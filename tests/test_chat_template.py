@@ -136,3 +136,24 @@ def test_broken_templates_are_our_errors(source: str) -> None:
 def test_messages_must_be_a_list_of_mappings(messages: Any) -> None:
     with pytest.raises(FormatError, match="messages must be a list"):
         ChatTemplate("x").render(messages)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        "'a' * 10**10",
+        "10**10 * 'a'",
+        "[1, 2] * 10**9",
+        "(1, 2) * 2000000",
+        "2 ** 3000000",
+        "(2 ** 600000) * (2 ** 600000)",
+    ],
+)
+def test_products_that_would_take_all_memory_are_refused(product: str) -> None:
+    with pytest.raises(FormatError, match="larger than any prompt"):
+        render("{{ (" + product + ") | length }}")
+
+
+def test_products_that_prompts_have_are_made() -> None:
+    source = "{{ '-' * 5 }}{{ 2 * [3] }}{{ 3 * 4 }}{{ 2 ** 10 }}{{ 2 ** -1 }}{{ 1.5 * 2 }}{{ 'a' * -1 }}"
+    assert render(source) == "-----[3, 3]1210240.53.0"

@@ -164,6 +164,12 @@ def test_chat_prints_answers_behind_the_prompt_sign(run, tiny, greedy, tokenizer
     assert re.search(r"^\[first token .* tok/s; \d+ prompt \+ 5 new tokens; length\]$", err, re.MULTILINE)
 
 
+def test_chat_without_a_template_ends_before_the_first_question(run, tmp_path):
+    base = write_tiny_llama(tmp_path / "base.gguf", metadata={"tokenizer.chat_template": None})
+    code, out, err = run("chat", "--model", base)
+    assert (code, out) == (2, "") and "base.gguf has no chat template" in err
+
+
 def test_chat_drops_a_message_that_is_too_long_and_goes_on(run, tiny, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{'x ' * 200}\nand\n"))
     code, out, err = run("chat", *exact(tiny, "--temperature", 0, "-n", 2, "--json"))

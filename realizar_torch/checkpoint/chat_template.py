@@ -12,12 +12,15 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from realizar_torch.errors import FormatError
 
 # Names that the reasoning of a message goes by; templates read the first, that of gpt-oss the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# Elements of a sequence or bits of a number: far beyond what a prompt needs.
+_LARGEST_PRODUCT = 1 << 20
 
 
 class ChatTemplate:
@@ -27,7 +30,7 @@ class ChatTemplate:
         if not isinstance(source, str):
             raise FormatError(f"the chat template is {source!r:.80}, expected the text of a jinja2 template")
         self.source = source
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
         environment.filters["tojson"] = _tojson
@@ -57,6 +60,28 @@ class ChatTemplate:
         except Exception as error:
             # the template is code from the file: it may fail in any way
             raise FormatError(f"the chat template failed: {type(error).__name__}: {error}") from error
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Bounds products and powers, which could take all memory; jinja2 bounds ranges only."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if _size(operator, left, right) > _LARGEST_PRODUCT:
+            raise SecurityError(f"the result of {operator!r} would be larger than any prompt")
+        return super().call_binop(context, operator, left, right)
+
+
+def _size(operator: str, left: Any, right: Any) -> int:
+    """Bits of a product or power of integers, elements of a repeated sequence; 0 for other operands."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length()
+        return bits + right.bit_length() if operator == "*" else bits * right
+    for sequence, count in ((left, right), (right, left)):
+        if isinstance(sequence, str | list | tuple) and isinstance(count, int):
+            return len(sequence) * count
+    return 0
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -135,8 +135,8 @@ class Tokenizer:
         source = chat_template if chat_template is not None else self.chat_template
         if source is None:
             raise UnsupportedArchitectureError(
-                "the file has no chat template (tokenizer.chat_template), as is usual for base models: "
-                "generate from a plain prompt, or pass chat_template= with the text of a jinja2 template"
+                "the file has no chat template, as is usual for base models: generate from a plain prompt, "
+                "or set tokenizer.chat_template to the text of a jinja2 template"
             )
         if self._compiled_template is None or self._compiled_template.source != source:
             self._compiled_template = ChatTemplate(source)

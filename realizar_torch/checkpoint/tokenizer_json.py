@@ -168,7 +168,7 @@ class JsonTokenizer:
         if source is None:
             raise UnsupportedArchitectureError(
                 "the directory has no chat template, as is usual for base models: generate from a plain "
-                "prompt, or pass chat_template= with the text of a jinja2 template"
+                "prompt, or set tokenizer.chat_template to the text of a jinja2 template"
             )
         prompt = _compiled(source).render(
             messages, add_generation_prompt=add_generation_prompt, **(self._special_tokens | variables)

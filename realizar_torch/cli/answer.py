@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from realizar_torch.cli.session import EXIT_INTERRUPTED, Session, open_session
-from realizar_torch.errors import CacheFullError, FormatError
+from realizar_torch.errors import CacheFullError, FormatError, UnsupportedArchitectureError
 
 # imported where they are used: the session times the import of torch
 if TYPE_CHECKING:
@@ -45,6 +45,10 @@ def chat(args: argparse.Namespace) -> int:
     """
     options = _generation_options(args)
     session = open_session(args)
+    if session.tokenizer.chat_template is None:
+        raise UnsupportedArchitectureError(
+            f"{session.path} has no chat template, as is usual for base models: continue a text with generate"
+        )
     options["prefix_cache"] = _prefix_cache(session)
     messages: Messages = _system_messages(args.system)
     session.announce_compiling()
