@@ -17,6 +17,9 @@ def prepack(model: nn.Module, layout: str = "auto") -> None:
     layout: one of ``packing.LAYOUTS``, or "auto": "planar" on CUDA where blocks are no multiple of 16 bytes,
     "ggml" elsewhere. ``weight`` becomes the non-persistent buffer ``packed``; modules that share a weight go
     on sharing. State dicts stay canonical. FormatError for an unknown layout.
+
+    ``parameters()``, and what counts them as ``num_parameters()`` does, hold a packed weight's bytes before
+    and leave it out afterwards, where its layout is not "ggml"; memory is the same.
     """
     if layout != "auto":
         packing.check_layout(layout)

@@ -85,6 +85,10 @@ class PackedModule(nn.Module):
         if self.layout != "ggml":
             self._entry = twin._entry
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        packed.check_name(name, param)
+        super().register_parameter(name, param)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         packed.save_form(destination, prefix, self.fmt, self.columns)

@@ -20,8 +20,9 @@ class QuantizedLinear(PackedModule):
     ``activations="int8"`` quantizes the input in blocks of 32.
 
     ``model.requires_grad_(True)`` raises inside torch for packed bytes. What trains, averages or initialises
-    all parameters has to leave them out: ``[p for p in model.parameters() if p.is_floating_point()]``. An EMA
-    that multiplies them, as ``AveragedModel`` does, changes bytes for some decays without an error.
+    all parameters has to leave them out: ``[p for p in model.parameters() if p.is_floating_point()]``.
+    ``AveragedModel`` changes bytes for some decays without an error; with ``ema = get_ema_multi_avg_fn(…)``,
+    ``multi_avg_fn=lambda old, new, n: ema(old, new, n) if old[0].is_floating_point() else None`` does not.
 
     Code that reads ``weight`` instead of calling the module finds bytes. torch's ``TransformerEncoderLayer``
     does not after ``layer.activation_relu_or_gelu = 0``, which ``quantize_model`` says where it packs.

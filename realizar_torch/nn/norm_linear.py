@@ -181,6 +181,10 @@ class FusedLayerNormLinear(nn.Module):
             return functional.linear(normed.to(weight.dtype), weight, bias)
         return ops.linear(normed, weight, fmt, self.in_features, bias, activations=self.activations)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        packed.check_name(name, param)
+        super().register_parameter(name, param)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         packed.save_form(destination, prefix, self.fmt, self.in_features)

@@ -44,6 +44,15 @@ def check_activations(activations: str) -> None:
     check_choice("activations", activations, ACTIVATIONS)
 
 
+def check_name(name: str, parameter: nn.Parameter | None) -> None:
+    """FormatError for bytes under another name than ``weight``, which torch's pruning keeps and masks."""
+    if parameter is not None and parameter.dtype == torch.uint8 and name != "weight":
+        raise FormatError(
+            f"packed bytes cannot be the parameter {name!r}: masks and the like of torch.nn.utils take them "
+            "for numbers; use the dense weight (to_linear, dequantize) and quantize what comes of it"
+        )
+
+
 def save_form(destination: Mapping[str, torch.Tensor], prefix: str, fmt: Formats, columns: int) -> None:
     """Write what bytes do not tell into the metadata that ``Module.state_dict`` keeps per module."""
     metadata = getattr(destination, "_metadata", None)
