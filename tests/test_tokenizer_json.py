@@ -167,7 +167,7 @@ def test_chat_templates_render_as_transformers_renders_them(directory, bpe):
     assert bpe.apply_chat_template(messages, tokenize=False) == expected
     assert bpe.apply_chat_template(messages) == reference.encode(expected, add_special_tokens=False)
     bpe.chat_template = None
-    with pytest.raises(rt.UnsupportedArchitectureError, match="no chat template.*set tokenizer"):
+    with pytest.raises(rt.UnsupportedArchitectureError, match=r"no chat template.*set tokenizer"):
         bpe.apply_chat_template(messages)
 
 

@@ -10,6 +10,7 @@ import torch
 from realizar_torch.cli.session import locate_model
 from realizar_torch.generation.causal_lm import CausalLM
 from realizar_torch.models.encoding import EncodedSource
+from realizar_torch.models.file_kinds import check_is_model
 from realizar_torch.models.loading import load_transformer
 from realizar_torch.models.saved_format import Origin
 from realizar_torch.models.saving import check_target, save
@@ -26,6 +27,7 @@ def quantize(args: argparse.Namespace) -> int:
     check_target(args.directory)
     path = locate_model(args.source)
     before = open_source(path)
+    check_is_model(before)
     shown = None if args.json or not sys.stderr.isatty() else _show_progress
     source = EncodedSource(before, args.format)
     cpu = torch.device("cpu")

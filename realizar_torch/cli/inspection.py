@@ -11,6 +11,7 @@ from realizar_torch.cli.session import EXIT_PROBLEMS, locate_model
 from realizar_torch.errors import RealizarError
 from realizar_torch.generation.causal_lm import DEFAULT_MAX_SEQ_LEN
 from realizar_torch.models.config import ModelConfig
+from realizar_torch.models.file_kinds import check_is_model
 from realizar_torch.models.sources import models_under, open_source, open_tokenizer
 from realizar_torch.models.stacked_experts import StackedExperts
 from realizar_torch.models.tensors import LONG_DIVISORS, tensor_problems
@@ -112,6 +113,7 @@ def find_problems(path: Path) -> list[str]:
     """One line for each thing that keeps the model or its tokenizer from loading."""
     try:
         source = open_source(path)
+        check_is_model(source)
     except RealizarError as error:
         return [str(error)]
     problems = []

@@ -16,6 +16,7 @@ from realizar_torch.generation.loop import generate_ids
 from realizar_torch.generation.workspace import MAX_BATCH
 from realizar_torch.models.config import ModelConfig
 from realizar_torch.models.encoding import EncodedSource
+from realizar_torch.models.file_kinds import check_is_model
 from realizar_torch.models.loading import load_transformer
 from realizar_torch.models.overrides import OverriddenSource
 from realizar_torch.models.saved_format import Origin
@@ -91,6 +92,7 @@ def load(
         raise FormatError(f"batch_size is {batch_size!r}; expected 1 to {MAX_BATCH}")
 
     source: ModelSource = open_source(find_model(path_or_ref))
+    check_is_model(source)
     overridden = OverriddenSource(source, {} if config is None else config)
     source = overridden if quantize is None else EncodedSource(overridden, quantize)
     sizes = ModelConfig.from_gguf(source.metadata, shown_path(source.path))
