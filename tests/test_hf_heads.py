@@ -14,6 +14,9 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertModel,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    DistilBertModel,
     LlamaForCausalLM,
     MarianConfig,
     MarianMTModel,
@@ -113,3 +116,17 @@ def test_tables_that_transformers_computes_are_not_missed(tmp_path: Path) -> Non
     change_tensors(tmp_path, lambda tensors: tensors.pop(name))
     with pytest.raises(MissingTensorsError, match=rf"missing {name} \[96, 68\]$"):
         MarianMTModel.from_pretrained(tmp_path)
+
+
+def test_what_transformers_starts_is_not_written_into_blocks(tmp_path: Path) -> None:
+    """DistilBERT computes its table of positions anew, in the shape of the weight that it finds."""
+    sizes = {"vocab_size": 50, "dim": 64, "hidden_dim": 96, "n_layers": 1, "n_heads": 4}
+    config = DistilBertConfig(**sizes, max_position_embeddings=32, sinusoidal_pos_embds=True)
+    model = DistilBertModel(config)
+    table = model.embeddings.position_embeddings
+    torch.nn.init.normal_(table.weight)
+    model.embeddings.position_embeddings = rt.QuantizedEmbedding.from_embedding(table, "Q8_0")
+    save_packed(model, tmp_path)
+    head = DistilBertForSequenceClassification.from_pretrained(tmp_path)
+    assert torch.equal(head.distilbert(IDS).last_hidden_state, model(IDS).last_hidden_state)
+    assert "initialize_weights" not in vars(head)

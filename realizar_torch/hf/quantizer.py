@@ -14,6 +14,7 @@ from realizar_torch.hf.checkpoint import Header, check_complete, check_formats, 
 from realizar_torch.hf.forwards import share_inputs
 from realizar_torch.hf.heads import formats_in, saved_model
 from realizar_torch.hf.modules import pack_modules
+from realizar_torch.hf.starting import hide_blocks, show_blocks
 from realizar_torch.nn.layout import PackedModule
 from realizar_torch.nn.linear import QuantizedLinear
 
@@ -97,8 +98,12 @@ class RealizarHfQuantizer(HfQuantizer):
             activations=self.quantization_config.activations,
         )
         share_inputs(model)
+        hide_blocks(model)
         if header:
             check_complete(model, saved, header)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        show_blocks(model)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
         """Asked before a model is written; config and files then name what is packed now, not once was."""
