@@ -237,22 +237,3 @@ def test_torch_compile_runs_the_same_step(tmp_path):
         return ids
 
     assert greedy(torch.compile(decode_step)) == greedy(decode_step)
-
-
-def test_two_hundred_random_requests(tmp_path):
-    """Lengths, batches, sampling and resets in any order: always what the launches one by one give."""
-    model, choose = load(tmp_path), torch.Generator().manual_seed(11)
-
-    def pick(*options):
-        return options[int(torch.randint(len(options), (1,), generator=choose))]
-
-    for _ in range(100):
-        ids = prompt(pick(1, 4, 21, 60), pick(1, 2, 5, 9), seed=pick(1, 2, 3))
-        count, options = pick(1, 3, 9), pick({}, SAMPLED)
-        runs = []
-        for cuda_graph in (True, False):
-            generator = torch.Generator(DEVICE).manual_seed(3) if options else None
-            runs.append(generate(model, ids, count, generator=generator, cuda_graph=cuda_graph, **options))
-        assert torch.equal(*runs)
-        if pick(True, False, False, False, False, False):
-            model.gpu_states.clear()
