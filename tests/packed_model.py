@@ -10,23 +10,29 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import realizar_torch as rt
+from realizar_torch.nn.embedding import ScaledEmbedding
+from realizar_torch.nn.experts import QuantizedExperts
 from realizar_torch.nn.layout import PackedModule
 
 ROWS, COLUMNS = 5, 300
 
 
 class PackedModel(nn.Module):
-    """A table and its tied head, a linear layer, and one norm that feeds weights of three formats."""
+    """A table and its tied head, another that scales its rows, a linear layer, two experts of each row, and
+    one norm that feeds weights of three formats."""
 
     def __init__(self, fmt: str, seed: int):
         super().__init__()
-        table, single, part, other = (
-            random_blocks(name, ROWS, COLUMNS, 4 * seed + i) for i, name in enumerate((fmt, fmt, fmt, "Q5_1"))
+        table, single, part, first, second, scaled, other = (
+            random_blocks(name, ROWS, COLUMNS, 7 * seed + i) for i, name in enumerate([fmt] * 6 + ["Q5_1"])
         )
         linear = rt.QuantizedLinear.from_blocks
         self.table = rt.QuantizedEmbedding.from_blocks(table, COLUMNS, fmt)
         self.head = linear(table, COLUMNS, fmt)
         self.head.weight = self.table.weight
+        self.scaled = ScaledEmbedding.from_blocks(scaled, COLUMNS, fmt)
+        self.scaled.scale = 640**0.5
+        self.experts = QuantizedExperts(torch.stack((first, second)), COLUMNS, fmt)
         self.linear = linear(single, COLUMNS, fmt, torch.randn(ROWS))
         parts = linear(part, COLUMNS, fmt, torch.randn(ROWS)), linear(other, COLUMNS, "Q5_1")
         norm = nn.LayerNorm(COLUMNS)
@@ -35,14 +41,17 @@ class PackedModel(nn.Module):
         self.fused = rt.FusedLayerNormLinear.fuse(norm, *parts, nn.Linear(COLUMNS, ROWS))
 
     def forward(self, ids: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        return self.table(ids), self.head(x), self.linear(x), *self.fused(x)
+        experts = self.experts(x[:, None], ids % 2)
+        return self.table(ids), self.scaled(ids), experts, self.head(x), self.linear(x), *self.fused(x)
 
     def rounding(self, ids: Tensor, x: Tensor) -> list[Tensor]:
         """For each output the sum of the absolute values it is made of: what a relative error multiplies."""
         fused = self.fused
         scale, shift = fused.layer_norm_weight, fused.layer_norm_bias
         normed = functional.layer_norm(x, (COLUMNS,)).abs() * scale.abs() + shift.abs()
-        sums = [self.table(ids).abs(), x.abs() @ self.head.dequantize().abs().T]
+        sums = [self.table(ids).abs(), self.scaled(ids).abs()]
+        sums.append((self.experts.dequantize()[ids % 2].abs() @ x.abs()[:, None, :, None])[..., 0])
+        sums.append(x.abs() @ self.head.dequantize().abs().T)
         sums.append(x.abs() @ self.linear.dequantize().abs().T + self.linear.bias.abs())
         for weight, fmt, bias in zip(fused.weight, fused.fmt, fused.bias, strict=True):
             decoded = weight if fmt is None else rt.dequantize(weight, fmt, COLUMNS)
