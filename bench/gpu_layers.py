@@ -108,7 +108,10 @@ class Chain:
                 [f for _, f, _ in qkv_weights],
                 s.hidden,
                 layouts=[lay for _, _, lay in qkv_weights],
-                launches=[shapes.get(f"qkv {f}", choose(f, w.shape[0], s.hidden)) for w, f, _ in qkv_weights],
+                launches=[
+                    shapes.get(f"qkv {f}", choose(f, w.shape[0], s.hidden, several=True))
+                    for w, f, _ in qkv_weights
+                ],
                 dependent=dependent,
             )
             _, x = decode_attention(
