@@ -98,7 +98,7 @@ def test_parameters_count_bytes_and_leave_out_prepacked_ones() -> None:
     """F-60: what num_parameters adds up is bytes, and lacks what is prepacked; memory is the same."""
     plain, packed = CELL.build(), CELL.build(layout="planar")
     # the table's weight is the head's
-    hidden = plain.table.weight.nbytes + plain.linear.weight.nbytes
+    hidden = sum(m.weight.nbytes for m in (plain.table, plain.scaled, plain.experts, plain.linear))
     parameters = [sum(parameter.numel() for parameter in model.parameters()) for model in (plain, packed)]
     assert parameters[0] == parameters[1] + hidden
     for memory in (
