@@ -23,6 +23,17 @@ PARAMS = [
     SamplingParams(True, 0.9, 40, 0.9, 0.02, 1.2),
 ]
 
+# each filter by itself, and all of them
+FILTERS = [
+    SamplingParams(True),
+    SamplingParams(True, 0.8, top_k=40),
+    SamplingParams(True, 0.9, top_p=0.9),
+    SamplingParams(True, 0.7, min_p=0.05),
+    SamplingParams(True, 1.0, repetition_penalty=1.7),
+    SamplingParams(True, 1.3, top_k=90, top_p=0.95, min_p=1e-4, repetition_penalty=1.2),
+]
+DRAWS = 50_000
+
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
@@ -124,30 +135,35 @@ def test_all_rows_alike_and_the_seeds_of_a_generator(device):
     assert len(set(rows)) == 4
 
 
-@pytest.mark.parametrize("params", [p for p in PARAMS if not p.greedy and p.temperature > 0.1])
-def test_frequencies_follow_the_filtered_distribution(device, params):
+@pytest.mark.parametrize("params", FILTERS)
+@pytest.mark.parametrize("choose", ["rows", "sample"])
+def test_frequencies_of_fifty_thousand_draws(device, params, choose):
     """Chi-squared over the kept tokens of one distribution, p = 1e-6; no other token is ever drawn."""
-    rows, repeats = 64, 60
     logits = random_logits(1, torch.Generator().manual_seed(2), device)
-    seen = torch.arange(0, VOCAB, 7, device=device)
+    marked = torch.arange(0, VOCAB, 7, device=device)
+    expected = DRAWS * filtered(logits, params, marked)
     counts = torch.zeros(VOCAB, dtype=torch.int64, device=device)
-    sampling = RowSampling(rows, VOCAB, device)
-    for repeat in range(repeats):
-        for row in range(rows):
-            sampling.set_row(row, params, rows * repeat + row, repeat, seen)
-        counts += sampling.choose(logits.expand(rows, -1)).bincount(minlength=VOCAB)
-    expected = rows * repeats * filtered(logits, params, seen)
-    assert not counts[expected == 0].any()
+    for seeds in torch.arange(DRAWS, device=device).split(DRAWS // 10):
+        rows = logits.repeat(len(seeds), 1)
+        seen = torch.zeros_like(rows, dtype=torch.bool).index_fill_(1, marked, True)
+        if choose == "rows":
+            sampling = RowSampling(len(seeds), VOCAB, device)
+            sampling.fill(params, seeds, seen)
+            drawn = sampling.choose(rows)
+        else:
+            drawn = sample(rows, params, seen, uniforms(seeds, torch.zeros_like(seeds)))
+        counts += drawn.bincount(minlength=VOCAB)
+    assert counts.sum() == DRAWS and not counts[expected == 0].any()
     # cells of few counts are joined
     large = expected >= 5
     found = torch.cat([counts[large], counts[~large].sum()[None]]).double()
     wanted = torch.cat([expected[large], expected[~large].sum()[None]])
     found, wanted = found[wanted > 0], wanted[wanted > 0]
-    freedom = len(found) - 1
+    freedom = max(len(found) - 1, 1)
     statistic = float(((found - wanted) ** 2 / wanted).sum())
     # Wilson and Hilferty's approximation of the quantile, 4.753 deviations for p = 1e-6
-    spread = 2 / (9 * max(freedom, 1))
-    assert statistic <= max(freedom, 1) * (1 - spread + 4.753 * math.sqrt(spread)) ** 3
+    spread = 2 / (9 * freedom)
+    assert statistic <= freedom * (1 - spread + 4.753 * math.sqrt(spread)) ** 3
 
 
 def filtered(logits, params, seen):

@@ -153,31 +153,6 @@ def test_a_row_is_the_same_alone_and_in_every_slot():
         assert least.tolist() == [expected[1][i] for i in order]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("params", PARAMS)
-def test_frequencies_of_fifty_thousand_draws(params):
-    """Chi-squared over the kept tokens of one row, p = 1e-6."""
-    draws, vocabulary = 50_000, 211
-    row = 3 * torch.randn(vocabulary, device=DEVICE)
-    sampling = RowSampling(draws, vocabulary, DEVICE)
-    sampling.fill(params, torch.arange(draws, device=DEVICE), None)
-    counts = sampling.choose(row.repeat(draws, 1)).bincount(minlength=vocabulary).double()
-    scaled = (row - row.max()) / torch.tensor(params.temperature, device=DEVICE)
-    kept = keys(scaled) >= sampling._scratch.state[0, 3]
-    expected = draws * torch.where(kept, scaled.double(), -math.inf).softmax(0)
-    assert not counts[~kept].any()
-    # cells of few counts are joined
-    large = expected >= 5
-    found = torch.cat([counts[large], counts[~large].sum()[None]])
-    wanted = torch.cat([expected[large], expected[~large].sum()[None]])
-    found, wanted = found[wanted > 0], wanted[wanted > 0]
-    freedom = max(len(found) - 1, 1)
-    # Wilson and Hilferty's approximation of the quantile, 4.753 deviations for p = 1e-6
-    spread = 2 / (9 * freedom)
-    statistic = float(((found - wanted) ** 2 / wanted).sum())
-    assert statistic <= freedom * (1 - spread + 4.753 * math.sqrt(spread)) ** 3
-
-
 def test_wrong_arguments_are_named():
     rows = Rows(PARAMS[:2], 9, [1, 2])
     logits = torch.randn(2, 9, device=DEVICE)
