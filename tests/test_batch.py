@@ -175,6 +175,8 @@ def test_the_whole_cache_is_usable(model):
         ([5, 10**6], {}, rt.FormatError, "token 1000000"),
         ([[5, 6]], {}, rt.FormatError, "ids"),
         (7, {}, rt.FormatError, "ids"),
+        ({5: 6}, {}, rt.FormatError, "ids"),
+        (torch.zeros(2, dtype=torch.int64, device="meta"), {}, rt.FormatError, "ids"),
         ("text", {}, rt.FormatError, "tokenizer="),
         ([{"role": "user", "content": "x"}], {}, rt.FormatError, "tokenizer="),
         (torch.zeros(1, 2, dtype=torch.int64), {}, rt.FormatError, "ids"),

@@ -3,10 +3,12 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from scripted_model import EOS, PAD, VOCAB, Letters, MarkovModel, scripted
 
+import realizar_torch as rt
 from realizar_torch.errors import BackendUnavailableError, CacheFullError, FormatError, RealizarError
 from realizar_torch.generation.loop import generate_ids
 from realizar_torch.generation.text import stream
@@ -96,6 +98,9 @@ def test_the_whole_cache_is_usable_and_not_one_position_more(model):
         ([[3, 4]], "list"),
         (torch.tensor([[3, VOCAB]]), f"token {VOCAB}"),
         (torch.tensor([[-1, 3]]), "token -1"),
+        (torch.zeros(1, 2, dtype=torch.int64, device="meta"), "meta tensor"),
+        (torch.tensor([[3, 4]]).to_sparse(), "sparse_coo tensor"),
+        (torch.nested.as_nested_tensor([torch.tensor([3, 4])], layout=torch.jagged), "nested tensor"),
     ],
 )
 def test_impossible_input_ids_are_refused(model, input_ids, message):
@@ -111,7 +116,12 @@ def test_impossible_input_ids_are_refused(model, input_ids, message):
         ({"max_new_tokens": 2.0}, FormatError, "max_new_tokens"),
         ({"do_sample": True, "top_p": 1.5}, FormatError, "top_p"),
         ({"repetition_penalty": 0}, FormatError, "repetition_penalty"),
+        ({"repetition_penalty": 1e-38, "do_sample": True}, FormatError, "1e-06 to 1e"),
         ({"eos_token_id": ["x"]}, FormatError, "eos_token_id"),
+        ({"eos_token_id": -1}, FormatError, "eos_token_id is -1"),
+        ({"eos_token_id": [3, VOCAB]}, FormatError, f"eos_token_id is {VOCAB}"),
+        ({"attention_mask": torch.ones(1, 1, device="meta")}, FormatError, "attention_mask is a meta"),
+        ({"stop_strings": ["x"], "tokenizer": 5}, FormatError, "tokenizer is a int"),
         ({"pad_token_id": VOCAB}, FormatError, "pad_token_id"),
         ({"stop_strings": ["x"]}, FormatError, "tokenizer"),
         ({"stop_strings": [""], "tokenizer": Letters()}, FormatError, "stop_strings"),
@@ -256,3 +266,31 @@ def test_a_tensor_of_stop_ids_and_at_most_32_rows(model):
     assert generate_ids(model, prompt(5), max_new_tokens=9, eos_token_id=stop).shape == (1, 2)
     with pytest.raises(FormatError, match="33 sequences"):
         generate_ids(model, torch.full((33, 2), 5), max_new_tokens=1)
+
+
+def test_numbers_of_numpy_are_numbers(model):
+    ours = {"temperature": 0.75, "top_k": 5, "top_p": 0.5, "min_p": 0.25, "repetition_penalty": 1.5}
+    theirs = {name: np.float32(value) for name, value in ours.items()} | {"top_k": np.int64(5)}
+    seeds = [torch.Generator().manual_seed(3) for _ in range(2)]
+    ids = [
+        generate_ids(model, prompt(5), max_new_tokens=9, do_sample=True, generator=seed, **options)
+        for seed, options in zip(seeds, (ours, theirs), strict=True)
+    ]
+    assert torch.equal(*ids)
+    eos = np.int64(int(ids[0][0, 3]))
+    assert len(generate_ids(model, prompt(5), max_new_tokens=np.int64(9), eos_token_id=eos)[0]) <= 10
+
+
+@pytest.mark.parametrize("other", [None, torch.nn.Linear(1, 1)])
+def test_what_is_no_model_or_no_tokenizer_is_named(model, other):
+    kind = type(other).__name__
+    for call in (
+        lambda: rt.generate(other, Letters(), "a", max_new_tokens=1),
+        lambda: rt.stream(other, Letters(), "a", max_new_tokens=1),
+        lambda: rt.BatchedGenerator(other),
+        lambda: rt.PrefixCache(other),
+    ):
+        with pytest.raises(FormatError, match=f"model is a {kind}"):
+            call()
+    with pytest.raises(FormatError, match=f"tokenizer is a {kind}"):
+        rt.generate(model, other, "a", max_new_tokens=1)

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 import torch
 
 from realizar_torch.errors import FormatError
+from realizar_torch.generation.arguments import check_model, integer
 from realizar_torch.generation.batch_request import BatchRequest, Completion
 from realizar_torch.generation.batch_rows import Rows, rows_of
 from realizar_torch.generation.options import Options
@@ -71,13 +72,13 @@ class BatchedGenerator:
         max_seq_len: int | None = None,
         cuda_graph: bool | str = "auto",
     ) -> None:
-        if type(max_batch) is not int or not 1 <= max_batch <= MAX_BATCH:
-            raise FormatError(f"max_batch is {max_batch!r}; expected 1 to {MAX_BATCH}")
-        positions, longest = (
-            model.max_seq_len if max_seq_len is None else max_seq_len,
-            model.config.context_length,
-        )
-        if type(positions) is not int or not 1 <= positions <= longest:
+        check_model(model)
+        max_batch = integer(max_batch, "max_batch")
+        if not 1 <= max_batch <= MAX_BATCH:
+            raise FormatError(f"max_batch is {max_batch}; expected 1 to {MAX_BATCH}")
+        positions = model.max_seq_len if max_seq_len is None else integer(max_seq_len, "max_seq_len")
+        longest = model.config.context_length
+        if not 1 <= positions <= longest:
             raise FormatError(
                 f"max_seq_len is {max_seq_len!r}; the model was made for 1 to {longest} positions"
             )

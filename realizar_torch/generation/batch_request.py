@@ -1,6 +1,6 @@
 """One request of a batch: what was asked for, what has come of it so far, and why it ended."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,15 +126,16 @@ def _is_text(prompt: Any) -> bool:
 
 def _ids(prompt: Any) -> torch.Tensor:
     """The prompt's ids as a tensor [1, T]; make_request checks the rest."""
-    ids: torch.Tensor | None
-    if isinstance(prompt, torch.Tensor):
-        ids = prompt.cpu()
-    else:
-        try:
-            # a list of numbers for Python, but meant as text
-            ids = None if isinstance(prompt, bytes) else torch.tensor(list(prompt), device="cpu")
-        except (TypeError, ValueError, RuntimeError):
-            ids = None
+    ids: torch.Tensor | None = None
+    try:
+        if isinstance(prompt, torch.Tensor):
+            ids = prompt.cpu()
+        # numbers for Python, but not meant as ids one after the other
+        elif not isinstance(prompt, bytes | Mapping | Set):
+            ids = torch.tensor(list(prompt), device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        # said below
+        pass
     if ids is None or ids.dim() != 1 or len(ids) == 0:
         raise FormatError(f"the prompt is {prompt!r}; expected ids [T], at least one, a str or messages")
     return ids[None]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from realizar_torch.errors import FormatError
+from realizar_torch.generation.arguments import check_model
 from realizar_torch.generation.gpu_state import GpuState
 from realizar_torch.generation.step import DecodeState, new_state
 
@@ -27,6 +28,7 @@ class PrefixCache:
     """
 
     def __init__(self, model: Any) -> None:
+        check_model(model)
         self.model = model
         self._state: DecodeState | GpuState | None = None
         self._made_for: tuple = ()

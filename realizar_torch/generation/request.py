@@ -1,6 +1,5 @@
 """A generation request: every argument of ``generate`` checked before anything is computed."""
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +8,20 @@ import torch
 
 from realizar_torch.caller import warn_caller
 from realizar_torch.errors import BackendUnavailableError, CacheFullError, FormatError
+from realizar_torch.generation.arguments import (
+    check_model,
+    check_tokenizer,
+    check_values,
+    integer,
+    plain,
+)
 from realizar_torch.generation.prefix import PrefixCache
 from realizar_torch.generation.sampling import SamplingParams
 from realizar_torch.generation.workspace import MAX_BATCH
 from realizar_torch.models.transformer import check_loaded
+
+# A stronger one makes infinities of logits.
+_STRONGEST_PENALTY = 1e6
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,14 @@ def make_request(
     Raises FormatError for a value out of range, CacheFullError when prompt and new tokens exceed the KV
     cache, and BackendUnavailableError for ``cuda_graph=True`` where no graph can be captured.
     """
-    sampling = SamplingParams(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
+    check_model(model)
+    chosen = (do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
+    sampling = SamplingParams(*map(plain, chosen))
+    if not 1 / _STRONGEST_PENALTY <= repetition_penalty <= _STRONGEST_PENALTY:
+        raise FormatError(
+            f"repetition_penalty is {repetition_penalty!r}; expected {1 / _STRONGEST_PENALTY:g} to "
+            f"{_STRONGEST_PENALTY:g} (1 switches it off)"
+        )
     if not do_sample and (temperature not in (0, 1) or top_k or top_p != 1 or min_p):
         warn_caller("temperature, top_k, top_p and min_p have no effect without do_sample=True")
     check_cuda_graph(cuda_graph, model.device)
@@ -77,7 +93,7 @@ def make_request(
     rows, prompt_length = input_ids.shape
     if rows > MAX_BATCH:
         raise FormatError(f"input_ids hold {rows} sequences; expected at most {MAX_BATCH} at once")
-    max_new_tokens = _integer(max_new_tokens, "max_new_tokens")
+    max_new_tokens = integer(max_new_tokens, "max_new_tokens")
     if max_new_tokens < 0:
         raise FormatError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
     positions = model.max_seq_len if max_seq_len is None else max_seq_len
@@ -88,7 +104,7 @@ def make_request(
             f"or load with a larger max_seq_len (the model's own context is {model.config.context_length})"
         )
 
-    stop_ids = _checked_stop_ids(eos_token_id, model.eos_token_ids)
+    stop_ids = _checked_stop_ids(eos_token_id, model.eos_token_ids, vocab_size)
     pad = _choose_pad(pad_token_id, model, stop_ids, vocab_size)
     if attention_mask is not None:
         attention_mask = _checked_mask(attention_mask, input_ids)
@@ -102,6 +118,8 @@ def make_request(
         raise FormatError(f"stop_strings is {stop_strings!r}; expected non-empty strings")
     if strings and tokenizer is None:
         raise FormatError("stop_strings are searched in text: pass tokenizer= as well")
+    if tokenizer is not None:
+        check_tokenizer(tokenizer)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise FormatError(f"generator is {generator!r}; expected a torch.Generator")
     if generator is not None and generator.device.type != torch.device(model.device).type:
@@ -126,16 +144,6 @@ def make_request(
     )
 
 
-def _integer(value: Any, name: str) -> int:
-    """An int of anything that is one, NumPy's and a tensor's integers included; bool is none."""
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise FormatError(f"{name} is {value!r}; expected an integer")
-
-
 def check_cuda_graph(cuda_graph: bool | str, device: torch.device | str) -> None:
     """FormatError for what is no choice, BackendUnavailableError where True cannot be had."""
     if cuda_graph not in (True, False, "auto"):
@@ -150,6 +158,7 @@ def _checked_ids(input_ids: torch.Tensor, vocab_size: int, device: torch.device)
             f"input_ids is a {type(input_ids).__name__}; expected an integer tensor [batch, length], "
             "for example torch.tensor([tokenizer.encode(text)])"
         )
+    check_values(input_ids, "input_ids")
     if input_ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
         raise FormatError(f"input_ids has dtype {input_ids.dtype}; expected token ids as int64 or int32")
     if input_ids.dim() != 2 or 0 in input_ids.shape:
@@ -170,6 +179,7 @@ def _checked_mask(attention_mask: torch.Tensor, input_ids: torch.Tensor) -> torc
         raise FormatError(
             f"attention_mask is {found}; expected a tensor of the ids' shape {list(input_ids.shape)}"
         )
+    check_values(attention_mask, "attention_mask")
     mask = attention_mask.to(input_ids.device) != 0
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
         raise FormatError("attention_mask holds values other than 0 and 1")
@@ -198,26 +208,33 @@ def _check_prefix_cache(cache: PrefixCache, model: Any, rows: int, mask: torch.T
         )
 
 
-def _checked_stop_ids(eos_token_id: int | Sequence[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:
+def _checked_stop_ids(
+    eos_token_id: int | Sequence[int] | None, default: tuple[int, ...], vocab_size: int
+) -> tuple[int, ...]:
     if eos_token_id is None:
         return default
     if isinstance(eos_token_id, torch.Tensor):
         eos_token_id = eos_token_id.flatten().tolist()
     if not isinstance(eos_token_id, Sequence) and not hasattr(eos_token_id, "__index__"):
         raise FormatError(f"eos_token_id is {eos_token_id!r}; expected an id, a list of ids or None")
-    stop_ids = eos_token_id if isinstance(eos_token_id, Sequence) else (eos_token_id,)
-    return tuple(_integer(stop_id, "eos_token_id") for stop_id in stop_ids)
+    given = eos_token_id if isinstance(eos_token_id, Sequence) else (eos_token_id,)
+    stop_ids = tuple(integer(stop_id, "eos_token_id") for stop_id in given)
+    for stop_id in stop_ids:
+        _check_id(stop_id, "eos_token_id", vocab_size)
+    return stop_ids
+
+
+def _check_id(token_id: int, name: str, vocab_size: int) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise FormatError(f"{name} is {token_id}; the model's vocabulary is 0 to {vocab_size - 1}")
 
 
 def _choose_pad(pad_token_id: int | None, model: Any, stop_ids: tuple[int, ...], vocab_size: int) -> int:
     """The id that fills rows which end early: the caller's, the file's, or else a stop id."""
     for candidate in (pad_token_id, model.pad_token_id, *stop_ids, *model.eos_token_ids):
         if candidate is not None:
-            candidate = _integer(candidate, "pad_token_id")
-            if not 0 <= candidate < vocab_size:
-                raise FormatError(
-                    f"pad_token_id is {candidate}; the model's vocabulary is 0 to {vocab_size - 1}"
-                )
+            candidate = integer(candidate, "pad_token_id")
+            _check_id(candidate, "pad_token_id", vocab_size)
             return candidate
     return 0
 

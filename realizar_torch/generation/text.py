@@ -6,6 +6,7 @@ from typing import Any, Unpack
 import torch
 
 from realizar_torch.errors import FormatError
+from realizar_torch.generation.arguments import check_model, check_tokenizer
 from realizar_torch.generation.loop import Decoding
 from realizar_torch.generation.options import Options, check_keywords
 from realizar_torch.generation.request import make_request
@@ -58,6 +59,7 @@ def encode_prompt(tokenizer: Any, prompt_or_messages: Prompt) -> list[int]:
     Messages are mappings with "role" and "content". FormatError for anything else, and for a prompt without
     tokens.
     """
+    check_tokenizer(tokenizer)
     if isinstance(prompt_or_messages, str):
         ids = tokenizer.encode(prompt_or_messages)
     elif isinstance(prompt_or_messages, Sequence) and prompt_or_messages:
@@ -77,8 +79,9 @@ def encode_prompt(tokenizer: Any, prompt_or_messages: Prompt) -> list[int]:
 def end_with_turn(model: Any, tokenizer: Any, options: Options) -> None:
     """The answer to messages ends at the tokenizer's ``turn_end_ids`` too, unless the options say where."""
     if options.get("eos_token_id") is None:
-        # a tokenizer of the caller's own need not know them
-        options["eos_token_id"] = (*model.eos_token_ids, *getattr(tokenizer, "turn_end_ids", ()))
+        # a tokenizer of the caller's own need not know them, and any may have ids that the model has not
+        ids = (*model.eos_token_ids, *getattr(tokenizer, "turn_end_ids", ()))
+        options["eos_token_id"] = [stop_id for stop_id in ids if stop_id < model.config.vocab_size]
 
 
 def stream(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: Unpack[Options]) -> TextStream:
@@ -90,6 +93,7 @@ def stream(model: Any, tokenizer: Any, prompt_or_messages: Prompt, **options: Un
     here, not later.
     """
     check_keywords("stream", options)
+    check_model(model)
     ids = encode_prompt(tokenizer, prompt_or_messages)
     if not isinstance(prompt_or_messages, str):
         end_with_turn(model, tokenizer, options)
