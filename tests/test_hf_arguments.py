@@ -30,7 +30,12 @@ def fixture_model(name: str, **options: Any) -> Any:
     ("wrong", "message"),
     [
         ({"activations": "int4"}, "activations"),
-        ({"dtype": "float31"}, "dtype is 'float31'"),
+        ({"dtype": "float31"}, "dtype is 'float31', expected 'auto' or one of float16"),
+        ({"dtype": "int8"}, "dtype is 'int8', expected"),
+        ({"dtype": None}, "dtype is None, expected 'auto'"),
+        ({"dtype": torch.int8}, "dtype is torch.int8, expected"),
+        ({"dtype": torch.float8_e4m3fn}, "dtype is torch.float8_e4m3fn, expected"),
+        ({"tokenizer": 3}, "tokenizer is 3, expected one of transformers"),
         ({"config": {"slidng_window": 4}}, "config has 'slidng_window'"),
         ({"config": 3}, "config is 3, expected a dict"),
         (

@@ -194,10 +194,37 @@ def test_a_checkpoint_that_says_another_format_is_refused(tiny_hf: tuple[Any, An
         MissingTensorsError, match=r"up_proj\.weight has shape \[512, 144\], expected \[512, 272\]"
     ):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-    config["quantization_config"]["version"] = 2
+
+
+@pytest.mark.parametrize("head", [AutoModelForCausalLM, AutoModel])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"formats": None}, "formats None, expected the format of each packed module"),
+        ({"formats": ...}, "formats None"),
+        ({"formats": ["Q8_0"]}, r"formats \['Q8_0'\]"),
+        ({"formats": {"lm_head": "Q4_X"}}, "lm_head has the format 'Q4_X', expected one of Q4_0"),
+        ({"formats": {"lm_head": ["Q4_0"]}}, r"lm_head has the format \['Q4_0'\]"),
+        ({"formats": {"lm_head": "F32"}}, "lm_head has the format 'F32'"),
+        ({"formats": {"model.layers.9.mlp.up_proj": "Q8_0"}}, r"'model\.layers\.9\.mlp\.up_proj', expected"),
+        ({"version": ...}, "version None, expected 1"),
+        ({"version": 2}, "version 2, expected 1"),
+        ({"activations": "int4"}, "activations"),
+    ],
+    ids=str,
+)
+def test_entries_that_say_nothing_known_are_refused(
+    change: dict[str, Any], message: str, head: Any, tiny_hf: tuple[Any, Any], tmp_path: Path
+) -> None:
+    """``...`` stands for no such key."""
+    saved(*tiny_hf, tmp_path)
+    change_tensors(tmp_path, lambda tensors: None)
+    config = json.loads((tmp_path / "config.json").read_text())
+    entry = config["quantization_config"] | change
+    config["quantization_config"] = {key: value for key, value in entry.items() if value is not ...}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FormatError, match="version 2, expected 1"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(FormatError, match=message):
+        head.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from realizar_torch.hf.quantizer import RealizarConfig
 from realizar_torch.hf.tokenizer import build_tokenizer
 from realizar_torch.models.sources import is_directory_model
 from realizar_torch.nn.packed import check_activations
+from realizar_torch.ops.checks import FLOATS
 
 
 def from_gguf(
@@ -60,6 +61,11 @@ def from_gguf(
     row here; MissingTensorsError unless file and model agree on every tensor.
     """
     check_activations(activations)
+    dtype = _choose_dtype(dtype, device_map)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+        raise FormatError(
+            f"tokenizer is {tokenizer!r:.80}, expected one of transformers; leave it out for the file's own"
+        )
     found = find_model(path)
     if is_directory_model(found):
         raise FormatError(
@@ -72,7 +78,7 @@ def from_gguf(
         file,
         special_ids=_special_ids(tokenizer if vocabulary is None else vocabulary),
         device_map=device_map,
-        dtype=_choose_dtype(dtype, device_map),
+        dtype=dtype,
         attn_implementation=attn_implementation,
         activations=activations,
         config=config,
@@ -150,12 +156,11 @@ def _special_ids(source: Vocabulary | PreTrainedTokenizerBase) -> dict[str, Any]
 
 
 def _choose_dtype(dtype: str | torch.dtype, device_map: Any) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
     if dtype != "auto":
-        found = getattr(torch, dtype, None)
-        if not isinstance(found, torch.dtype):
-            raise FormatError(f"dtype is {dtype!r}, expected 'auto', a torch.dtype or its name")
+        found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if found not in FLOATS:
+            names = ", ".join(str(float_dtype).removeprefix("torch.") for float_dtype in FLOATS)
+            raise FormatError(f"dtype is {dtype!r}, expected 'auto' or one of {names}, by name or of torch")
         return found
     places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
     on_cpu = all(place is None or str(place) in ("cpu", "disk") for place in places)

@@ -10,6 +10,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from realizar_torch.errors import FormatError
+from realizar_torch.formats import supported_formats
 from realizar_torch.hf.checkpoint import Header, check_complete, check_formats, told_formats
 from realizar_torch.hf.forwards import share_inputs
 from realizar_torch.hf.heads import formats_in, saved_model
@@ -17,6 +18,7 @@ from realizar_torch.hf.modules import pack_modules
 from realizar_torch.hf.starting import hide_blocks, show_blocks
 from realizar_torch.nn.layout import PackedModule
 from realizar_torch.nn.linear import QuantizedLinear
+from realizar_torch.nn.packed import check_activations
 
 METHOD = "realizar"
 _VERSION = 1
@@ -27,7 +29,7 @@ class RealizarConfig(QuantizationConfigMixin):
     """What ``config.json`` says about packed modules.
 
     formats: module name -> name of its block format. activations: "float" or "int8", of all of them.
-    FormatError for a version of this entry that is not known here.
+    FormatError for a version, format or kind of activations that is not known here.
 
     ``from_gguf`` sets it. A transformers model that ``rt.quantize_model`` packed is saved with it, too:
 
@@ -41,13 +43,22 @@ class RealizarConfig(QuantizationConfigMixin):
     ) -> None:
         self.quant_method = METHOD
         if version != _VERSION:
-            raise FormatError(
-                f"quantization_config of method {METHOD!r} has version {version!r}, expected {_VERSION}; "
-                "update realizar_torch, or save the model again"
-            )
+            raise _unknown(f"version {version!r}, expected {_VERSION}")
+        if not isinstance(formats, Mapping):
+            raise _unknown(f"formats {formats!r:.80}, expected the format of each packed module by its name")
+        for name, fmt in formats.items():
+            if fmt not in supported_formats():
+                found = f"{name} has the format {fmt!r:.80}, expected one of {', '.join(supported_formats())}"
+                raise _unknown(f"formats where {found}")
+        check_activations(activations)
         self.formats = dict(formats)
         self.activations = activations
         self.version = version
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The entry in ``config.json``, which has to say its version and formats."""
+        return super().from_dict({"version": None, "formats": None, **config_dict}, *args, **kwargs)
 
     @classmethod
     def from_model(cls, model: nn.Module) -> Self:
@@ -72,6 +83,12 @@ class RealizarConfig(QuantizationConfigMixin):
         if isinstance(model, PreTrainedModel):
             model.hf_quantizer = RealizarHfQuantizer(entry)
         return entry
+
+
+def _unknown(found: str) -> FormatError:
+    return FormatError(
+        f"quantization_config of {METHOD!r} has {found}; update realizar_torch, or save the model again"
+    )
 
 
 @register_quantizer(METHOD)
