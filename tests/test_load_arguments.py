@@ -109,7 +109,7 @@ def test_a_wrong_tokenizer_entry_of_config_is_the_caller_s_fault(tmp_path):
 
 
 def test_numbers_and_names_of_other_types(directory):
-    model, _ = rt.load(directory, dtype="float16", max_seq_len=np.int64(40), batch_size=2)
+    model, _ = rt.load(directory, dtype="float16", max_seq_len=np.int64(40), batch_size=np.int64(2))
     assert model.dtype == torch.float16 and model.max_seq_len == 40
     assert model.layers[0].mlp.up_proj.weight.dtype == torch.float16
 
@@ -118,6 +118,7 @@ def test_numbers_and_names_of_other_types(directory):
     ("argument", "words"),
     [
         ({"device": "meta"}, "no values"),
+        ({"device": object()}, "expected 'cpu'"),
         ({"dtype": "int8"}, "float16"),
         ({"dtype": torch.int8}, "float16"),
         ({"max_seq_len": 129}, "1 to 128"),

@@ -14,11 +14,11 @@ from realizar_torch.checkpoint.gguf_errors import DAMAGED, broken, shown, shown_
 from realizar_torch.checkpoint.gguf_header import Header, TensorInfo, parse_header
 from realizar_torch.checkpoint.gguf_metadata import MetadataValue
 from realizar_torch.checkpoint.mapped import map_file, release, view
+from realizar_torch.checkpoint.paths import WHAT_TO_GIVE, given_path
 from realizar_torch.errors import IncompleteShardsError
 
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _MAX_NAMES_SHOWN = 10
-_WHAT_TO_GIVE = "Give the path of a GGUF file, of any shard, or of a directory that holds one model."
 
 
 class GGUFFile:
@@ -87,14 +87,14 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     Headers are parsed and checked in full; tensor data is mapped, not read. Accepted are versions 2 and 3,
     little-endian, and as alignment every power of two from 8 up (the specification asks for multiples of 8).
     GGUFError for a file that is missing or cannot be right, IncompleteShardsError for a split model with a
-    missing or foreign shard.
+    missing or foreign shard, FormatError for what is no path.
     """
-    entry = Path(path)
+    entry = given_path(path)
     try:
         return _open(_only_model(entry) if entry.is_dir() else entry)
     except OSError as error:
         found = f"'{error.strerror}'"
-        raise broken(shown_path(entry), "path", found, "a readable file", _WHAT_TO_GIVE) from error
+        raise broken(shown_path(entry), "path", found, "a readable file", WHAT_TO_GIVE) from error
 
 
 def _open(entry: Path) -> GGUFFile:
@@ -117,19 +117,20 @@ def _map(path: Path) -> mmap.mmap:
     try:
         return map_file(path)
     except ValueError as error:
-        raise broken(shown_path(path), "path", str(error), "a GGUF file", _WHAT_TO_GIVE) from None
+        raise broken(shown_path(path), "path", str(error), "a GGUF file", WHAT_TO_GIVE) from None
 
 
 def _only_model(directory: Path) -> Path:
     files = sorted(directory.glob("*.gguf"))
-    models = set()
+    models: dict[object, str] = {}
     for file in files:
         match = _SHARD_NAME.fullmatch(file.name)
-        models.add((match["stem"], match["count"]) if match else file.name)
+        # a split model goes by the name of its first file
+        models.setdefault((match["stem"], match["count"]) if match else file.name, file.name)
     if len(models) != 1:
-        names = ", ".join(shown(file.name) for file in files[:_MAX_NAMES_SHOWN])
+        names = ", ".join(shown(name) for name in list(models.values())[:_MAX_NAMES_SHOWN])
         found = f"{len(models)} models: {names}" if files else "no file that ends in .gguf"
-        raise broken(shown_path(directory), "directory", found, "one model, whole or split", _WHAT_TO_GIVE)
+        raise broken(shown_path(directory), "directory", found, "one model, whole or split", WHAT_TO_GIVE)
     return files[0]
 
 

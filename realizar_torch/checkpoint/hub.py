@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
+from realizar_torch.checkpoint.paths import given_path
 from realizar_torch.errors import BackendUnavailableError, GGUFError
 
 _REFERENCE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(:(?P<quant>[\w.-]+))?")
@@ -23,10 +24,11 @@ def find_model(reference: str | os.PathLike[str]) -> Path:
     and in any case ("Q4_K_M"); without it the repository must hold one model. Offline mode (HF_HUB_OFFLINE)
     and an unreachable Hub fall back to what is cached.
 
-    Raises BackendUnavailableError without huggingface_hub or when the Hub cannot be reached and nothing is
-    cached; GGUFError when the repository does not exist, or holds no such model or several.
+    Raises FormatError for what is neither; BackendUnavailableError without huggingface_hub or when the Hub
+    cannot be reached and nothing is cached; GGUFError when the repository does not exist, or holds no such
+    model or several.
     """
-    path = Path(reference)
+    path = given_path(reference)
     match = _REFERENCE.fullmatch(os.fspath(reference))
     if match is None or path.exists() or path.suffix == ".gguf":
         return path

@@ -11,6 +11,7 @@ from realizar_torch.checkpoint.gguf_errors import shown_path
 from realizar_torch.checkpoint.hub import find_model
 from realizar_torch.checkpoint.source import ModelSource
 from realizar_torch.errors import BackendUnavailableError, FormatError
+from realizar_torch.generation.arguments import integer
 from realizar_torch.generation.gpu_state import GpuStates
 from realizar_torch.generation.loop import generate_ids
 from realizar_torch.generation.workspace import MAX_BATCH
@@ -82,14 +83,13 @@ def load(
     IncompleteShardsError say what is wrong with the file, FormatError what is wrong with an argument, before
     any weight is read.
     """
-    if not isinstance(path_or_ref, str | Path) or not str(path_or_ref):
-        raise FormatError(f"path_or_ref is {path_or_ref!r}, expected a path or a Hub reference")
     check_choice("activations", activations, ACTIVATIONS)
     target = _usable_device(device)
     number_type = _float_type(dtype, target)
     cache_type = _cache_type(kv_dtype)
-    if type(batch_size) is not int or not 1 <= batch_size <= MAX_BATCH:
-        raise FormatError(f"batch_size is {batch_size!r}; expected 1 to {MAX_BATCH}")
+    batch_size = integer(batch_size, "batch_size")
+    if not 1 <= batch_size <= MAX_BATCH:
+        raise FormatError(f"batch_size is {batch_size}; expected 1 to {MAX_BATCH}")
 
     source: ModelSource = open_source(find_model(path_or_ref))
     check_is_model(source)
@@ -135,6 +135,8 @@ def _usable_device(device: torch.device | str | None) -> torch.device:
     """The device, if a tensor can be made there; None: a GPU if there is one."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not isinstance(device, torch.device | str | int):
+        raise FormatError(f"device is {device!r:.80}; expected 'cpu', 'cuda', or a torch.device")
     try:
         target = torch.empty(0, device=device).device
     except (AssertionError, RuntimeError) as error:

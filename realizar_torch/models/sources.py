@@ -7,6 +7,7 @@ from typing import Any
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.checkpoint.gguf_errors import damaged, shown_path
 from realizar_torch.checkpoint.hub import group_shards
+from realizar_torch.checkpoint.paths import given_path
 from realizar_torch.checkpoint.safetensors_files import INDEX_FILE, SINGLE_FILE
 from realizar_torch.checkpoint.source import ModelSource
 from realizar_torch.checkpoint.tokenizer_json import tokenizer_metadata, tokenizer_of
@@ -73,7 +74,7 @@ def open_tokenizer(source: ModelSource | str | os.PathLike[str] | Any, vocab_siz
     if all(hasattr(source, name) for name in ("encode", "decode", "detokenizer", "eos_token_ids")):
         return source
     if isinstance(source, str | os.PathLike):
-        path = Path(source)
+        path = given_path(source)
         directory = path.parent if path.name == _TOKENIZER_JSON else path
         if (directory / _TOKENIZER_JSON).is_file():
             return tokenizer_of(tokenizer_metadata(directory), shown_path(directory), vocab_size)
