@@ -188,6 +188,7 @@ def test_chat_drops_a_message_that_is_too_long_and_goes_on(run, tiny, monkeypatc
         (("generate", "", "--model", "{tiny}"), "no tokens"),
         (("bench", "--model", "{tiny}", "-p", "500"), "--max-seq-len"),
         (("perplexity", "no-such-text", "--model", "{tiny}"), "no-such-text"),
+        (("perplexity", "no-such-text", "--model", "{tiny}"), "cannot be read: No such file"),
         (("perplexity", "{tiny}", "--model", "{tiny}"), "UTF-8"),
         (("info", "no-such.gguf"), "no-such.gguf"),
     ],

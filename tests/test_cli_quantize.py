@@ -81,6 +81,7 @@ def test_numbers_that_are_none_are_refused_without_names_of_functions(capsys):
 def test_errors_leave_nothing(dense, tmp_path, capsys):
     for words, *arguments in (
         ("unknown format 'Q4_K_M'", dense, tmp_path / "out", "--format", "Q4_K_M"),
+        ("unknown format 'Q9'", write_q8(tmp_path), tmp_path / "out", "--format", "Q9"),
         ("no dense matrix|already", write_q8(tmp_path), tmp_path / "out", "--format", "Q4_0"),
         ("not an empty directory", dense, tmp_path, "--format", "Q8_0"),
     ):
@@ -163,3 +164,15 @@ def test_a_model_of_which_nothing_can_be_encoded_is_refused(tmp_path, capsys):
 def test_sizes_of_files_are_decimal(text, size):
     args = build_parser().parse_args(["quantize", "a", "b", "--format", "Q8_0", "--max-shard-size", text])
     assert args.max_shard_size == size
+
+
+def test_the_help_names_every_format_and_the_defaults(capsys):
+    for verb, told in (
+        ("quantize", rt.supported_formats()),
+        ("bench", ("(default: 512)", "(default: 128)", "(default: 5)")),
+        ("perplexity", ("(default: 512)",)),
+    ):
+        with pytest.raises(SystemExit):
+            build_parser().parse_args([verb, "--help"])
+        out = " ".join(capsys.readouterr().out.split())
+        assert [words for words in told if words not in out] == []

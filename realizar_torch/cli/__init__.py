@@ -15,6 +15,7 @@ from typing import Any
 from realizar_torch import __version__
 from realizar_torch.cli.session import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PROBLEMS, dying_of_interrupts
 from realizar_torch.errors import RealizarError
+from realizar_torch.formats import supported_formats
 
 _MODEL_HELP = (
     "a GGUF file, a directory (GGUF, Hugging Face safetensors, or saved by quantize), or OWNER/NAME:QUANT on "
@@ -94,12 +95,22 @@ def build_parser() -> argparse.ArgumentParser:
         "bench", help="speed of prompt processing and generation, in rows as llama-bench has"
     )
     bench.add_argument(
-        "-p", "--n-prompt", type=_count, default=512, help="tokens of the prompt test, 0: none"
+        "-p", "--n-prompt", type=_count, default=512, help="tokens of the prompt test, 0: none (default: 512)"
     )
     bench.add_argument(
-        "-n", "--n-gen", type=_count, default=128, help="tokens of the generation test, 0: none"
+        "-n",
+        "--n-gen",
+        type=_count,
+        default=128,
+        help="tokens of the generation test, 0: none (default: 128)",
     )
-    bench.add_argument("-r", "--repetitions", type=_positive, default=5)
+    bench.add_argument(
+        "-r",
+        "--repetitions",
+        type=_positive,
+        default=5,
+        help="of each test, after one that warms up (default: 5)",
+    )
     _add_model_options(bench)
 
     quantize = verbs.add_parser(
@@ -110,7 +121,9 @@ def build_parser() -> argparse.ArgumentParser:
     quantize.add_argument(
         "--format",
         required=True,
-        help="for example Q4_K, where rows that are no whole blocks of 256 take Q5_0",
+        metavar="FORMAT",
+        help=f"{', '.join(supported_formats())}; rows that are no whole blocks of one ending in _K take "
+        "another (Q5_0 for Q4_K)",
     )
     quantize.add_argument(
         "--max-shard-size", type=_bytes, default=5_000_000_000, metavar="SIZE", help="of a file, default: 5GB"
@@ -121,7 +134,9 @@ def build_parser() -> argparse.ArgumentParser:
         "perplexity", help="perplexity of a text, measured as llama-perplexity does"
     )
     perplexity.add_argument("file", help="a UTF-8 text file")
-    perplexity.add_argument("-c", "--context", type=_positive, default=512, help="tokens of a chunk")
+    perplexity.add_argument(
+        "-c", "--context", type=_positive, default=512, help="tokens of a chunk (default: 512)"
+    )
     perplexity.add_argument("--chunks", type=_positive, help="how many chunks to score (default: all)")
     _add_model_options(perplexity)
 

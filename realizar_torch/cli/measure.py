@@ -183,8 +183,10 @@ def perplexity(args: argparse.Namespace) -> int:
     """Scores a text; prints the running estimate after each chunk, then the result."""
     try:
         text = Path(args.file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FormatError(f"{args.file} cannot be read as UTF-8 text: {error}") from None
+    except OSError as error:
+        raise FormatError(f"{args.file} cannot be read: {error.strerror}; give a text file") from None
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{args.file} is no UTF-8 text: {error}") from None
     session = open_session(args)
     session.announce_compiling()
     from realizar_torch import evaluation

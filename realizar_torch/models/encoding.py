@@ -40,6 +40,8 @@ class EncodedSource(SourceView):
 
     def __init__(self, source: ModelSource, plan: str | Mapping[str, str]) -> None:
         super().__init__(source)
+        # asked first: an unknown format is not the file's fault
+        wanted = get_packed_format(plan) if isinstance(plan, str) else None
         matrices = {
             name: info
             for name, info in source.tensors.items()
@@ -50,10 +52,9 @@ class EncodedSource(SourceView):
                 f"{shown_path(source.path)} holds no dense matrix to quantize; quantize= is for F32, F16 and "
                 "BF16 models: leave it out, or take the model in one of these types"
             )
-        if isinstance(plan, str):
+        if wanted is not None:
             head = _HEAD if _HEAD in source.tensors else _EMBEDDING
-            wanted = get_packed_format(plan)
-            plan = {head: max(wanted, Q6_K, key=lambda fmt: fmt.bits_per_weight).name, "*": plan}
+            plan = {head: max(wanted, Q6_K, key=lambda fmt: fmt.bits_per_weight).name, "*": wanted.name}
             plan = plan if head in matrices else {"*": wanted.name}
         chosen = choose_formats(plan, matrices)
         self._formats = {
