@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import realizar_torch as rt
-from realizar_torch.nn.weight_readers import weight_readers
+from realizar_torch.nn.weight_readers import leave_fast_paths, weight_readers
 
 
 class Table(nn.Module):
@@ -188,12 +188,12 @@ def test_torch_encoders_with_padding_take_no_nested_tensors() -> None:
                 assert (y - expected).abs().max() <= 1e-4
 
 
-def test_a_packed_linear_put_there_by_hand_needs_the_documented_line() -> None:
+def test_a_packed_linear_put_there_by_hand_needs_the_documented_call() -> None:
     model = encoder_layer()
     dense = copy.deepcopy(model)
     model.linear1 = rt.QuantizedLinear.from_linear(model.linear1, "Q8_0")
     load_decoded(dense, model)
-    model.activation_relu_or_gelu = 0
+    leave_fast_paths(model)
     x = torch.randn(2, 5, 64)
     with torch.no_grad():
         assert (model(x) - dense(x)).abs().max() <= 1e-5

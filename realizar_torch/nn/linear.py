@@ -25,7 +25,7 @@ class QuantizedLinear(PackedModule):
     ``multi_avg_fn=lambda old, new, n: ema(old, new, n) if old[0].is_floating_point() else None`` does not.
 
     Code that reads ``weight`` instead of calling the module finds bytes. torch's ``TransformerEncoderLayer``
-    does not after ``layer.activation_relu_or_gelu = 0``, which ``quantize_model`` says where it packs.
+    does not after ``nn.weight_readers.leave_fast_paths(model)``, which ``quantize_model`` calls.
     """
 
     bias: nn.Parameter | None

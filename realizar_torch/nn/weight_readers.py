@@ -3,7 +3,7 @@
 import ast
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from fnmatch import fnmatchcase
 from types import CodeType
 
@@ -26,18 +26,16 @@ def weight_readers(model: nn.Module) -> dict[str, str]:
     stands for all whose names end in ``wo``, and so does ``wo``. Weights that start or tie others, calls
     (``self.get().weight``) and classes without source, as of a console, are not seen.
     """
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    modules = dict(model.named_modules(remove_duplicate=False))
     instances: dict[type, list[str]] = defaultdict(list)
-    for name in names:
-        for kind in type(model.get_submodule(name)).__mro__:
+    for name, module in modules.items():
+        for kind in type(module).__mro__:
             instances[kind].append(name)
     found: dict[str, str] = {}
     for kind, owners in instances.items():
         for expression, (root, *path) in _reads(kind):
-            prefixes = owners if root == "self" else ["*"]
-            patterns = [".".join(("", *filter(None, [prefix]), *(path or [root]))) for prefix in prefixes]
-            for name in names:
-                if any(fnmatchcase(f".{name}", pattern) for pattern in patterns):
+            for owner in owners if root == "self" else ["*"]:
+                for name in _matching(modules, f"{owner}.{'.'.join(path or [root])}".lstrip(".")):
                     found.setdefault(name, f"{kind.__name__} reads {expression}")
     return found
 
@@ -53,6 +51,13 @@ def leave_fast_paths(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder) and _holds_packed(module):
             module.use_nested_tensor = False
+
+
+def _matching(names: Collection[str], pattern: str) -> list[str]:
+    """Names that ``pattern`` stands for, whose leading ``*.`` may also stand for nothing."""
+    if "*" not in pattern:
+        return [pattern] if pattern in names else []
+    return [name for name in names if fnmatchcase(name, pattern) or f"*.{name}" == pattern]
 
 
 def _holds_packed(model: nn.Module) -> bool:
