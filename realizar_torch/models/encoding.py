@@ -40,8 +40,9 @@ class EncodedSource(SourceView):
 
     def __init__(self, source: ModelSource, plan: str | Mapping[str, str]) -> None:
         super().__init__(source)
-        # asked first: an unknown format is not the file's fault
-        wanted = get_packed_format(plan) if isinstance(plan, str) else None
+        if isinstance(plan, str):
+            # asked first: an unknown format is not the file's fault
+            get_packed_format(plan)
         matrices = {
             name: info
             for name, info in source.tensors.items()
@@ -52,9 +53,10 @@ class EncodedSource(SourceView):
                 f"{shown_path(source.path)} holds no dense matrix to quantize; quantize= is for F32, F16 and "
                 "BF16 models: leave it out, or take the model in one of these types"
             )
-        if wanted is not None:
+        if isinstance(plan, str):
             head = _HEAD if _HEAD in source.tensors else _EMBEDDING
-            plan = {head: max(wanted, Q6_K, key=lambda fmt: fmt.bits_per_weight).name, "*": wanted.name}
+            wanted = get_packed_format(plan)
+            plan = {head: max(wanted, Q6_K, key=lambda fmt: fmt.bits_per_weight).name, "*": plan}
             plan = plan if head in matrices else {"*": wanted.name}
         chosen = choose_formats(plan, matrices)
         self._formats = {
