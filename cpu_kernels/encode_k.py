@@ -4,6 +4,7 @@
 byte columns. Levels of values and of scales are kept as byte columns until they are packed.
 """
 
+from realizar_torch.cpu_kernels.encode_blocks import k4_fields, pack_bits, pack_k4_scales
 from realizar_torch.cpu_kernels.encode_lanes import (
     BYTE_COLUMN,
     COLUMN,
@@ -38,6 +39,7 @@ from realizar_torch.cpu_kernels.simd import (
     splat_i32x16,
     store,
     to_f32x16,
+    u8x16_to_f32x16,
 )
 from realizar_torch.formats import Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
 
@@ -79,16 +81,10 @@ def encode_q2_k(x, importance, mean, out):
         d, dmin = _positive_levels(scales, 16, 15, ls), _positive_levels(minima, 16, 15, lm)
     d, dmin = store_half(out, _Q2_D, d), store_half(out, _Q2_DMIN, dmin)
     for j in range(16):
-        scale, below = load_u8x16(ls, BYTE_COLUMN * j), load_u8x16(lm, BYTE_COLUMN * j)
-        store(out, scale | (below << 4), BYTE_COLUMN * (_Q2_SCALES + j))
-        _requantize(
-            x + 16 * COLUMN * j,
-            16,
-            d * load_levels(ls, j),
-            dmin * load_levels(lm, j),
-            3,
-            q + 16 * BYTE_COLUMN * j,
-        )
+        stored = load_u8x16(ls, BYTE_COLUMN * j) | (load_u8x16(lm, BYTE_COLUMN * j) << 4)
+        store(out, stored, BYTE_COLUMN * (_Q2_SCALES + j))
+        scale, below = d * u8x16_to_f32x16(stored & 15), dmin * u8x16_to_f32x16(stored >> 4)
+        _requantize(x + 16 * COLUMN * j, 16, scale, below, 3, q + 16 * BYTE_COLUMN * j)
     pack_bits(q, _BLOCK, 32, 2, 0, out + BYTE_COLUMN * _Q2_QS)
 
 
@@ -153,11 +149,18 @@ def k4_encoder(spec, top, first, steps):
             d, dmin = positive_scale(scales, sums, 8, 63, ls), positive_scale(minima, sums, 8, 63, lm)
         else:
             d, dmin = _positive_levels(scales, 8, 63, ls), _positive_levels(minima, 8, 63, lm)
+        # ggml limits the levels everywhere but in Q4_K with importance
+        if not importance or top > 15:
+            _limit(ls, 63)
+            _limit(lm, 63)
+        else:
+            k4_fields(ls)
+            k4_fields(lm)
         d, dmin = store_half(out, d_offset, d), store_half(out, dmin_offset, dmin)
         for j in range(8):
             scale, below = d * load_levels(ls, j), dmin * load_levels(lm, j)
             _requantize(x + 32 * COLUMN * j, 32, scale, below, top, q + 32 * BYTE_COLUMN * j)
-        _pack_k4_scales(ls, lm, out + BYTE_COLUMN * scales_offset)
+        pack_k4_scales(ls, lm, out + BYTE_COLUMN * scales_offset)
         pack_bits(q, _BLOCK, 32, 4, 0, out + BYTE_COLUMN * qs)
         if qh >= 0:
             pack_bits(q, _BLOCK, 32, 1, 4, out + BYTE_COLUMN * qh)
@@ -213,15 +216,14 @@ def _squares(x, count, weights):
 
 @jit(device=True)
 def _positive_levels(scales, count, top, levels):
-    """The largest becomes ``top`` → the scale of the scales."""
+    """The largest becomes ``top`` → the scale of the scales; levels as bytes."""
     zero = largest = splat_f32x16(0)
     for j in range(count):
         scale = load_f32x16(scales, COLUMN * j)
         largest = choose(less(largest, scale), scale, largest)
     inverse = choose(less(zero, largest), splat_f32x16(top) / largest, zero)
     for j in range(count):
-        level = nearest_int(inverse * load_f32x16(scales, COLUMN * j)) & 255
-        store_levels(levels, j, minimum(level, splat_i32x16(top)))
+        store_levels(levels, j, nearest_int(inverse * load_f32x16(scales, COLUMN * j)))
     return largest / splat_f32x16(top)
 
 
@@ -256,31 +258,10 @@ def _requantize_signed(x, d, half, levels):
 
 
 @jit(device=True)
-def pack_bits(levels, count, lanes, width, shift, out):
-    """Bits ``shift`` … ``shift + width - 1`` of ``count`` levels into bytes.
-
-    A run of ``lanes`` bytes takes 8/width consecutive runs of ``lanes`` levels, lowest bits first.
-    """
-    places, mask = 8 // width, (1 << width) - 1
-    for run in range(count // (lanes * places)):
-        for lane in range(lanes):
-            first = levels + BYTE_COLUMN * (run * places * lanes + lane)
-            packed = (load_u8x16(first) >> shift) & mask
-            for place in range(1, places):
-                level = load_u8x16(first, BYTE_COLUMN * lanes * place)
-                packed = packed | (((level >> shift) & mask) << (width * place))
-            store(out, packed, BYTE_COLUMN * (run * lanes + lane))
-
-
-@jit(device=True)
-def _pack_k4_scales(ls, lm, out):
-    """Eight six-bit scales and minima into 12 bytes, as ``reference._k4_scales`` reads them."""
-    for j in range(4):
-        scale, high_scale = load_u8x16(ls, BYTE_COLUMN * j), load_u8x16(ls, BYTE_COLUMN * (j + 4))
-        below, high_below = load_u8x16(lm, BYTE_COLUMN * j), load_u8x16(lm, BYTE_COLUMN * (j + 4))
-        store(out, scale | ((high_scale >> 4) << 6), BYTE_COLUMN * j)
-        store(out, below | ((high_below >> 4) << 6), BYTE_COLUMN * (j + 4))
-        store(out, (high_scale & 15) | ((high_below & 15) << 4), BYTE_COLUMN * (j + 8))
+def _limit(levels, top):
+    """Eight levels become at most ``top``."""
+    for j in range(8):
+        store_levels(levels, j, minimum(nearest_int(load_levels(levels, j)), splat_i32x16(top)))
 
 
 K_ENCODERS = {

@@ -170,7 +170,7 @@ def symmetric_scale_by_descent(x, weights, count, half, q):
 
 @jit(device=True)
 def positive_scale(x, weights, count, top, q):
-    """``x ≈ scale * q`` for non-negative x, q in 0 … top → scale."""
+    """``x ≈ scale * q`` for non-negative x, q in 0 … top → scale; q of an x below zero wraps as a byte."""
     zero, one, highest = splat_f32x16(0), splat_f32x16(1), splat_f32x16(top)
     largest = zero
     for i in range(count):

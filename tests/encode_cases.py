@@ -47,6 +47,7 @@ def weights() -> Iterator[tuple[str, torch.Tensor]]:
     yield "heavy-tailed", normal / uniform**2
     yield "positive", 1 + uniform
     yield "negative", -1 - uniform
+    yield "mostly negative", 0.02 - uniform * uniform.flip(1)
     yield "integers", (8 * uniform).floor() - 4
     yield "constant", torch.full((ROWS, COLUMNS), 0.37)
     yield "negative constant", torch.full((ROWS, COLUMNS), -0.37)
@@ -62,6 +63,11 @@ def weights() -> Iterator[tuple[str, torch.Tensor]]:
         yield f"tiny 1e{power}", _normal(10.0**power, -power)
 
 
+def _mask(share: float, seed: int) -> torch.Tensor:
+    """Ones in a share of the columns, zeros in the others: few sub-blocks have more than one weight."""
+    return (torch.rand(COLUMNS, generator=torch.Generator().manual_seed(seed)) < share).float()
+
+
 def importances() -> Iterator[tuple[str, torch.Tensor | None]]:
     """Named importance weights ``[COLUMNS]``, and none."""
     uniform = torch.rand(COLUMNS, generator=torch.Generator().manual_seed(2))
@@ -69,3 +75,6 @@ def importances() -> Iterator[tuple[str, torch.Tensor | None]]:
     yield "importance", uniform**4
     yield "some columns", torch.where(uniform < 0.5, 0.0, uniform)
     yield "no column", torch.zeros(COLUMNS)
+    # seeds whose masks, with "mostly negative", wrap levels: test_masks_wrap_levels_below_zero
+    yield "2 % of the columns", _mask(0.02, 4)
+    yield "10 % of the columns", _mask(0.1, 39)

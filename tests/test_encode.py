@@ -11,7 +11,8 @@ from encode_cases import COLUMNS, ROWS, ggml_blocks, importances, weights
 from torch import nn
 
 import realizar_torch as rt
-from realizar_torch.encode import encode
+from realizar_torch.encode import encode, k_quants
+from realizar_torch.encode.search import positive_scale
 from realizar_torch.errors import FormatError
 from realizar_torch.formats import get_format
 from realizar_torch.ops import cpu, torch_kernels
@@ -51,6 +52,25 @@ def test_op_equals_ggml(fmt: str, importance: str) -> None:
     weights_of_columns = IMPORTANCES[importance]
     found = rt.quantize(ALL_WEIGHTS, fmt, importance=weights_of_columns)
     assert_ggml_blocks(found, fmt, weights_of_columns)
+
+
+@pytest.mark.parametrize("mask", ["2 % of the columns", "10 % of the columns"])
+@pytest.mark.parametrize(("fmt", "top"), [("Q2_K", 15), ("Q4_K", 63), ("Q5_K", 63)])
+def test_masks_wrap_levels_below_zero(fmt: str, top: int, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One weight in a sub-block can give a scale below zero, whose level ggml keeps as a byte above ``top``.
+
+    Without such levels the tests above would not try what ggml does with the bits that do not fit.
+    """
+    found = []
+
+    def recorded(x: torch.Tensor, weights: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
+        scale, levels = positive_scale(x, weights, top)
+        found.append(levels)
+        return scale, levels
+
+    monkeypatch.setattr(k_quants, "positive_scale", recorded)
+    encode(WEIGHTS["mostly negative"], fmt, IMPORTANCES[mask])
+    assert found and max(levels.max() for levels in found) > top
 
 
 @pytest.mark.parametrize("fmt", PACKED)

@@ -23,6 +23,15 @@ def pack_bits(values: Tensor, lanes: int, width: int) -> Tensor:
     return packed.reshape(len(values), -1)
 
 
+def k4_fields(levels: Tensor) -> Tensor:
+    """Bytes ``[8, ...]`` → the six bits of each that Q4_K gives back once ggml has stored them.
+
+    The upper two bits of the first four are stored over those of the last four.
+    """
+    low, high = levels.split(4)
+    return torch.cat([low & 63, (high & 63) | ((low >> 6) << 4)])
+
+
 def pack_k4_scales(scales: Tensor, minima: Tensor) -> Tensor:
     """Eight scales and eight minima below 64, ``[blocks, 8]`` each → the 12 bytes of Q4_K and Q5_K."""
     low_scales, high_scales = scales.to(torch.uint8).split(4, -1)

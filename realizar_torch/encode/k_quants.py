@@ -2,6 +2,9 @@
 
 First every sub-block finds its own scale, then the scales are quantized together, and then the values again
 with the scales as stored. A sub-block whose stored scale is zero keeps the values of the first search.
+
+The scale of a sub-block can be below zero (rounding, where one value has all the importance). ggml keeps its
+level as a byte, -2 as 254, whose bits beyond those of the field go into another field of the block.
 """
 
 from collections.abc import Callable
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 from realizar_torch.encode.arithmetic import divide, furthest_from_zero, nearest_int, ordered_sum, sqrt
-from realizar_torch.encode.blocks import pack_bits, pack_k4_scales
+from realizar_torch.encode.blocks import k4_fields, pack_bits, pack_k4_scales
 from realizar_torch.encode.search import (
     EPSILON,
     positive_scale,
@@ -31,11 +34,12 @@ def _q2_k(x: Tensor, importance: Tensor | None, per_row: int) -> dict[str, Tenso
         scales, minima, q = scale_and_minimum(sub, weights, 3, -0.9, 0.05, 36)
         sums = ordered_sum(weights)
     d, dmin, ls, lm = _levels_of_both(scales, minima, sums, 15)
-    q = _requantized(sub, q, _half(d) * (ls & 15), _half(dmin) * (lm & 15), 3)
+    stored = (ls | (lm << 4)) & 255
+    q = _requantized(sub, q, _half(d) * (stored & 15), _half(dmin) * (stored >> 4), 3)
     return {
         "d": d,
         "dmin": dmin,
-        "scales": (ls | (lm << 4)).T.to(torch.uint8),
+        "scales": stored.T.to(torch.uint8),
         "qs": pack_bits(_flat(q), 32, 2),
     }
 
@@ -78,7 +82,11 @@ def _k4(
         scales, minima, q = scale_and_minimum(sub, weights, top, -0.9, 0.05, 36)
         sums = ordered_sum(weights)
     d, dmin, ls, lm = _levels_of_both(scales, minima, sums, 63)
-    ls, lm = ls.clamp(max=63), lm.clamp(max=63)
+    # ggml limits the levels everywhere but in Q4_K with importance
+    if importance is None or top > 15:
+        ls, lm = ls.clamp(max=63), lm.clamp(max=63)
+    else:
+        ls, lm = k4_fields(ls), k4_fields(lm)
     values = _flat(_requantized(sub, q, _half(d) * ls, _half(dmin) * lm, top))
     return {
         "d": d,

@@ -152,7 +152,8 @@ def _signed(values: Tensor, half: int) -> Tensor:
 def positive_scale(x: Tensor, weights: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """``x ≈ scale * q`` for non-negative x, q in 0 … top → (scale, q); ``make_qp_quants``.
 
-    Chooses among nine inverse scales, then improves one q at a time. q is what a byte keeps of it.
+    Chooses among nine inverse scales, then improves one q at a time. q is what a byte keeps of it: that of an
+    x below zero exceeds ``top``.
     """
     largest = torch.where(x > 0, x, 0).amax(0)
     zero = largest < EPSILON
