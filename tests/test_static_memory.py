@@ -116,9 +116,9 @@ def test_sequences_of_a_smaller_batch_are_the_first_rows():
     assert torch.equal(cache.keys[0, :, :, :1], key[:1])
 
 
-def test_idle_states_go_with_their_owner():
-    """Without waiting for the cycle collector: a state holds the weights, a cache and graphs."""
-    model = SimpleNamespace(
+@pytest.fixture
+def model():
+    return SimpleNamespace(
         config=CONFIG,
         device=torch.device("cpu"),
         dtype=torch.float32,
@@ -126,6 +126,10 @@ def test_idle_states_go_with_their_owner():
         max_seq_len=8,
         new_cache=lambda *sizes: KVCache(CONFIG, *sizes),
     )
+
+
+def test_idle_states_go_with_their_owner(model):
+    """Without waiting for the cycle collector: a state holds the weights, a cache and graphs."""
     states = GpuStates()
     state = states.take(model, 1, 8)
     state.close()
@@ -138,3 +142,15 @@ def test_idle_states_go_with_their_owner():
         assert left() is None
     finally:
         gc.enable()
+
+
+def test_a_state_that_another_thread_was_quicker_to_take_is_none(model):
+    class Raced(list):
+        """What it holds is taken between a look and the pop."""
+
+        def __len__(self):
+            return 1
+
+    states = GpuStates()
+    states._idle = Raced()
+    assert states.take(model, 1, 8).cache.max_seq_len == 8

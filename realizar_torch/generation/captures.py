@@ -1,8 +1,9 @@
 """Captures: CUDA graphs of one memory pool, until one cannot be captured."""
 
+import threading
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,6 +18,9 @@ class Captures:
     device: where they run. otherwise: what happens without a graph, for the warning. count: graphs made so
     far. fallback: the error that ended it, or None.
     """
+
+    # the beginning of a capture waits for the whole device, which CUDA forbids during another one
+    _one_at_a_time: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, device: torch.device, otherwise: str) -> None:
         self._device, self._otherwise = device, otherwise
@@ -56,7 +60,8 @@ class Captures:
         """A graph of what ``work`` launches, on the current device."""
         graph = torch.cuda.CUDAGraph()
         # other threads may allocate meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        options = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
+        with self._one_at_a_time, torch.cuda.graph(graph, **options):
             work()
         self.count += 1
         return graph

@@ -96,12 +96,18 @@ class GpuStates:
     def take(self, model: Any, batch_size: int, max_positions: int) -> GpuState:
         """A state with room for the model's own ``max_seq_len`` or more, so that it need not grow again."""
         positions = max(max_positions, model.max_seq_len)
-        while self._idle:
-            state = self._idle.pop()
+        while (state := self._any_idle()) is not None:
             if state.fits(model):
                 state.ensure(batch_size, positions)
                 return state
         return GpuState(model, batch_size, positions, self)
+
+    def _any_idle(self) -> GpuState | None:
+        # without a look before: another thread may be quicker
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
 
     def give_back(self, state: GpuState) -> None:
         self._idle.append(state)

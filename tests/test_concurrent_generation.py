@@ -1,0 +1,107 @@
+"""Generations of one model and of two in threads at once, and the first one of a process: as alone."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+from random_models import write_random_model
+
+import realizar_torch as rt
+from realizar_torch.generation.captures import Captures
+
+# the penalty: without it such a model says one token again and again
+OPTIONS = {"max_new_tokens": 20, "eos_token_id": [], "repetition_penalty": 1.5}
+# a hang guard only
+PATIENCE = 120
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], scope="module")
+def device(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def models(device, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    paths = [write_random_model(folder / f"{arch}.gguf", arch, fmt="Q8_0") for arch in ("llama", "gemma3")]
+    return [rt.load(path, device=device)[0] for path in paths]
+
+
+def requests(model, length):
+    """The same three times: the second one captures what the first has run."""
+    ids = torch.randint(3, 250, (1, length), generator=torch.Generator().manual_seed(length))
+    return [model.generate(ids.to(model.device), **OPTIONS).tolist() for _ in range(3)]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("used", [(0, 0), (0, 1)], ids=["one model", "two models"])
+def test_threads_get_what_each_gets_alone(models, used):
+    """F-62."""
+    work = [(models[index], length) for index, length in zip(used, (5, 33), strict=True)]
+    alone = [requests(*one) for one in work]
+    for model in models:
+        model.gpu_states.clear()
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(requests, *one) for one in work]
+        assert [one.result(PATIENCE) for one in running] == alone
+    states = [state for model in models for state in model.gpu_states._idle]
+    for state in states:
+        assert all(decoder.stats.fallback is None for decoder in state._decoders.values())
+    assert bool(states) == (models[0].device.type == "cuda")
+
+
+COLD = """
+import json, sys, torch
+import realizar_torch as rt
+
+path, device, cuda_graph = sys.argv[1], sys.argv[2], sys.argv[2] == "cuda" or "auto"
+model, _ = rt.load(path, device=device)
+ids = torch.arange(20, 29, device=device)[None]
+options = {"max_new_tokens": 20, "eos_token_id": [], "repetition_penalty": 1.5}
+print(json.dumps([model.generate(ids, cuda_graph=kind, **options).tolist() for kind in (cuda_graph, False)]))
+"""
+
+
+def test_the_first_call_of_a_process_may_be_a_graph(device, tmp_path):
+    """F-53: no kernel has been compiled yet, neither in this process nor before."""
+    path = write_random_model(tmp_path / "m.gguf", "llama", fmt="Q8_0")
+    done = subprocess.run(
+        [sys.executable, "-c", COLD, str(path), device],
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, again = json.loads(done.stdout)
+    assert first == again and len(set(first[0])) > 10
+
+
+def test_one_graph_is_captured_at_a_time(monkeypatch):
+    """The beginning of a capture waits for the device, which CUDA forbids during another one."""
+    running, most = 0, 0
+
+    @contextmanager
+    def capturing(*_, **__):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        yield
+        running -= 1
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    captures = [Captures(torch.device("cpu"), "") for _ in range(4)]
+    workers = [threading.Thread(target=one.record, args=(lambda: time.sleep(0.02), None)) for one in captures]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(PATIENCE)
+    assert most == 1 and [one.count for one in captures] == [1] * 4
