@@ -10,6 +10,7 @@ from packed_model import digest
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from tiny_models import TINY, write_tiny_llama
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import realizar_torch as rt
 
@@ -56,9 +57,7 @@ def test_gradients_equal_those_of_dense_layers(fmt: str) -> None:
     dense = nn.Sequential(base[0].to_linear(), nn.Tanh(), base[2].to_linear())
     ours = _shaken(get_peft_model(base, _config()))
     theirs = get_peft_model(dense, LoraConfig(r=4, lora_alpha=8, target_modules=["0", "2"]))
-    with torch.no_grad():
-        for name, parameter in _adapters(theirs).items():
-            parameter.copy_(_adapters(ours)[name])
+    theirs.load_state_dict(_adapters(ours), strict=False)
     for model in (ours, theirs):
         model(x).square().mean().backward()
     assert len(_adapters(theirs)) == 4
@@ -66,6 +65,41 @@ def test_gradients_equal_those_of_dense_layers(fmt: str) -> None:
         scale = parameter.grad.abs().max().item()
         assert scale > 0
         torch.testing.assert_close(_adapters(ours)[name].grad, parameter.grad, rtol=1e-4, atol=1e-5 * scale)
+
+
+def test_autocast_trains_adapters_as_it_does_on_dense_layers() -> None:
+    packed = _base()[0]
+    ours, theirs = nn.Sequential(packed), nn.Sequential(packed.to_linear())
+    config = LoraConfig(r=4, target_modules=["0"])
+    ours, theirs = _shaken(get_peft_model(ours, rt.lora.packed(config))), get_peft_model(theirs, config)
+    theirs.load_state_dict(_adapters(ours), strict=False)
+    results = []
+    for model in (ours, theirs):
+        x = random_activations(3, COLUMNS).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        y.backward(random_activations(3, COLUMNS, dtype=torch.bfloat16, seed=1))
+        results.append((y, x.grad, [parameter.grad for parameter in _adapters(model).values()]))
+    # of numbers alone that no base weight is in
+    assert len(results[0][2]) == 2
+    torch.testing.assert_close(results[0][2], results[1][2], rtol=0, atol=0)
+    # nn.Linear rounds its weight to bfloat16, too
+    for found, expected in zip(results[0][:2], results[1][:2], strict=True):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_training_has_the_same_gradients(reentrant: bool) -> None:
+    model = _shaken(get_peft_model(_base(), _config(lora_dropout=0.1))).train()
+    x, gradients = random_activations(3, COLUMNS).requires_grad_(), []
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=reentrant)):
+        model.zero_grad()
+        torch.manual_seed(0)
+        run(x).square().mean().backward()
+        gradients.append([parameter.grad.clone() for parameter in _adapters(model).values()])
+    for found, expected in zip(*gradients, strict=True):
+        assert torch.equal(found, expected) and found.count_nonzero()
 
 
 @pytest.mark.parametrize("activations", ["float", "int8"])
