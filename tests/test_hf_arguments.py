@@ -37,6 +37,7 @@ def fixture_model(name: str, **options: Any) -> Any:
         ({"dtype": torch.float8_e4m3fn}, "dtype is torch.float8_e4m3fn, expected"),
         ({"tokenizer": 3}, "tokenizer is 3, expected one of transformers"),
         ({"config": {"slidng_window": 4}}, "config has 'slidng_window'"),
+        ({"config": {3: 4}}, "config has 3, which is no field"),
         ({"config": 3}, "config is 3, expected a dict"),
         (
             {"config": {"num_attention_heads": 7}},

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCau
 
 import realizar_torch as rt
 from realizar_torch.hf import forwards
+from realizar_torch.hf.extended import Extended
 from realizar_torch.hf.loading import load_model
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -39,7 +40,7 @@ def extended(model: nn.Module, kind: type) -> list[nn.Module]:
 
 
 def as_transformers_has_it(model: nn.Module) -> nn.Module:
-    for module in extended(model, forwards._Extended):
+    for module in extended(model, Extended):
         module.__class__ = type(module).__bases__[1]
     return model
 

@@ -1,6 +1,8 @@
 """save_pretrained and from_pretrained of transformers models with packed weights, and what they refuse."""
 
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -287,3 +289,21 @@ def test_prepacked_models_generate_and_save_the_same(
         assert content(tmp_path / "plain") == content(tmp_path / "prepacked")
         rt.unpack(model)
         assert torch.equal(model.generate(**prompt, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("surgery", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_prepacked_weights_are_tied_again(surgery: Any, tmp_path: Path) -> None:
+    """transformers looks for a parameter, which a prepacked module has not."""
+    model = surgery(rt.hf.from_gguf(write_tied(tmp_path / "tied.gguf"))[0])
+    ids = torch.arange(9)[None]
+    expected, footprint = model(ids).logits, model.get_memory_footprint()
+    rt.prepack(model, "planar")
+    model.tie_weights()
+    # each entry of its own: two tensors now
+    model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
+    assert model.get_memory_footprint() > footprint
+    model.tie_weights()
+    assert model.get_memory_footprint() == footprint
+    assert {m.layout for m in model.modules() if isinstance(m, PackedModule)} == {"planar"}
+    rt.unpack(model)
+    assert torch.equal(model(ids).logits, expected)

@@ -95,7 +95,7 @@ def read_config(
     fields["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     fields["tie_word_embeddings"] = "output.weight" not in file.tensors
     for name in replaced:
-        if name not in fields and not hasattr(config_class, name):
+        if name not in fields and not hasattr(config_class, str(name)):
             raise FormatError(f"config has {name!r}, which is no field of {config_class.__name__}")
     with refusals(source, config=replaced):
         return config_class(**fields | dict(replaced))

@@ -5,15 +5,15 @@ Where a projection is hooked, adapted or replaced, the module's forward is that 
 its class had when the module was made.
 """
 
-import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.activations import ACT2CLS
 
+from realizar_torch.hf.extended import Extended, extend
 from realizar_torch.nn.projection import are_gated, are_shared, gated, is_plain, project
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -34,34 +34,11 @@ def share_inputs(model: nn.Module) -> None:
     """
     for module in model.modules():
         for kind in (_GatedMLP, _Attention):
-            found: Any = type(module)
-            if not isinstance(module, _Extended) and kind.extends(found, module):
-                module.__class__ = _extended(kind, found, found.forward)
+            if not isinstance(module, Extended) and kind.extends(type(module), module):
+                extend(module, kind)
 
 
-class _Extended(nn.Module):
-    """Copied and pickled as the class that it extends, which, unlike itself, can be imported."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if "own_forward" not in vars(type(self)):
-            # somebody has extended it once more
-            return super().__reduce_ex__(protocol)
-        kind, base = type(self).__bases__
-        return _new, (kind, base), self.__getstate__()
-
-
-@functools.cache
-def _extended(kind: type, base: type, own_forward: Callable[..., Any]) -> Any:
-    described = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(base.__name__, (kind, base), {**described, "own_forward": staticmethod(own_forward)})
-
-
-def _new(kind: type, base: Any) -> nn.Module:
-    extended = _extended(kind, base, base.forward)
-    return extended.__new__(extended)
-
-
-class _GatedMLP(_Extended):
+class _GatedMLP(Extended):
     gate_proj: Any
     up_proj: Any
     down_proj: Any
@@ -93,8 +70,7 @@ class _GatedMLP(_Extended):
         return self.down_proj(gated(x, self.gate_proj, self.up_proj, activation))
 
 
-class _Attention(_Extended):
-    own_forward: Any
+class _Attention(Extended):
     q_proj: Any
     k_proj: Any
     v_proj: Any

@@ -53,12 +53,13 @@ def from_gguf(
     tokenizer: used in the place of the file's own, which then is not read.
 
     Modules are transformers' own; MLPs and attentions are of classes that extend those, under the same name,
-    to multiply what shares an input together. On a GPU ``rt.prepack(model)`` afterwards rearranges the
-    weights for its kernels. What ``save_pretrained`` writes is loaded by ``from_pretrained`` once
+    to multiply what shares an input together, and so is a model with tied weights, to tie them in every
+    layout. On a GPU ``rt.prepack(model)`` afterwards rearranges the weights for its kernels. What ``save_pretrained`` writes is loaded by ``from_pretrained`` once
     ``realizar_torch.hf`` is imported.
-    Raises what ``rt.open_gguf`` raises; FormatError for a directory of another kind, and for arguments that
-    transformers refuses; UnsupportedArchitectureError for an architecture, feature or tokenizer that has no
-    row here; MissingTensorsError unless file and model agree on every tensor.
+    Raises what ``rt.open_gguf`` raises; FormatError for a directory of another kind, for a dtype that is not
+    of floats, a tokenizer that is not of transformers, and a config or an attention that transformers
+    refuses; UnsupportedArchitectureError for an architecture, feature or tokenizer that has no row here;
+    MissingTensorsError unless file and model agree on every tensor.
     """
     check_activations(activations)
     dtype = _choose_dtype(dtype, device_map)

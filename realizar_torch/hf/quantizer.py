@@ -16,6 +16,7 @@ from realizar_torch.hf.forwards import share_inputs
 from realizar_torch.hf.heads import formats_in, saved_model
 from realizar_torch.hf.modules import pack_modules
 from realizar_torch.hf.starting import hide_blocks, show_blocks
+from realizar_torch.hf.tying import tie_prepacked
 from realizar_torch.nn.layout import PackedModule
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.nn.packed import check_activations
@@ -115,6 +116,7 @@ class RealizarHfQuantizer(HfQuantizer):
             activations=self.quantization_config.activations,
         )
         share_inputs(model)
+        tie_prepacked(model)
         hide_blocks(model)
         if header:
             check_complete(model, saved, header)

@@ -1,0 +1,26 @@
+"""tie_weights of transformers models that rt.prepack has rearranged: it looks for parameters."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from realizar_torch.hf.extended import Extended, extend
+from realizar_torch.nn.layout import PackedModule
+from realizar_torch.surgery import prepack, unpack
+
+
+def tie_prepacked(model: PreTrainedModel) -> None:
+    """Extends the class of a model with tied weights, so that they can be tied in every layout."""
+    if model.all_tied_weights_keys and not isinstance(model, Extended):
+        extend(model, _Tied)
+
+
+class _Tied(Extended):
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """As of transformers; what is prepacked is canonical meanwhile."""
+        layouts = {module: module.layout for module in self.modules() if isinstance(module, PackedModule)}
+        unpack(self)
+        super().tie_weights(*args, **kwargs)  # type: ignore[misc]
+        for layout in set(layouts.values()):
+            prepack(nn.ModuleList(module for module, of in layouts.items() if of == layout), layout)
