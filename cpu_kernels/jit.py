@@ -25,6 +25,7 @@ from numba.core.extending import _Intrinsic
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 
+from realizar_torch.interrupts import interrupts_deferred
 from realizar_torch.user_cache import user_cache
 
 _KEPT_FOLDERS = 4
@@ -42,6 +43,8 @@ def jit(function=None, *, device: bool = False):
     function.__qualname__ = _unique_name(function)
     options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True} if device else {}
     dispatcher = numba.njit(nogil=True, error_model="numpy", **options)(function)
+    # an exception while LLVM calls back into Python is lost, or ends the process
+    dispatcher.compile = interrupts_deferred()(dispatcher.compile)
     # the key covers this package's sources only
     if function.__module__.startswith(f"{__package__}."):
         dispatcher._cache = _ContentCache(function)

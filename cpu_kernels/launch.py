@@ -6,7 +6,6 @@ which is ``torch.get_num_threads()``; a forked child starts with one. A wrong ar
 """
 
 import ctypes
-import os
 import sys
 
 import torch
@@ -35,10 +34,6 @@ from realizar_torch.reference import QuantizedActivations
 SERIAL_WORK = 1 << 19
 
 _ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH}
-
-if hasattr(os, "register_at_fork"):
-    # torch's OpenMP threads do not survive a fork: a large torch op in the child would wait for them forever
-    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 @jit

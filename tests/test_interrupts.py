@@ -12,6 +12,11 @@ from realizar_torch.interrupts import interrupts_deferred
 
 pytest.importorskip("numba")
 
+import numba
+from numba.core import event
+
+from realizar_torch.cpu_kernels.jit import jit
+
 
 @pytest.fixture(autouse=True)
 def handler_kept() -> Iterator[None]:
@@ -30,15 +35,19 @@ def test_an_interrupt_comes_when_the_block_has_ended():
     assert done == ["inner"]
 
 
-def test_an_interrupt_comes_once_and_when_the_outermost_block_has_ended():
+def test_an_interrupt_comes_once_at_the_start_of_an_inner_block_or_the_end_of_the_outer_one():
     came, done = [], []
     signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     with interrupts_deferred():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        done.append(list(came))
         with interrupts_deferred():
-            signal.raise_signal(signal.SIGINT)
+            done.append(list(came))
             signal.raise_signal(signal.SIGINT)
         done.append(list(came))
-    assert (done, came) == ([[]], [signal.SIGINT])
+    assert done == [[], [signal.SIGINT], [signal.SIGINT]]
+    assert came == [signal.SIGINT, signal.SIGINT]
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -103,3 +112,40 @@ def test_numba_can_be_used_after_an_interrupt_of_its_import():
         text=True,
     )
     assert done.stdout.split() == ["interrupted", "realizar_torch.cpu_kernels.launch"], done.stderr
+
+
+class _Interrupting(event.Listener):
+    """Presses Ctrl-C when something begins."""
+
+    def on_start(self, event):
+        signal.raise_signal(signal.SIGINT)
+
+    def on_end(self, event):
+        pass
+
+
+def test_a_kernel_is_compiled_to_its_end_before_an_interrupt():
+    def double(number):
+        return 2 * number
+
+    kernel = jit(double)
+    with event.install_listener("numba:compile", _Interrupting()), pytest.raises(KeyboardInterrupt):
+        kernel(21)
+    assert list(kernel.overloads) == [(numba.int64,)]
+    assert kernel(21) == 42
+
+
+def test_an_interrupt_comes_between_the_functions_of_a_kernel():
+    def double(number):
+        return 2 * number
+
+    inner = jit(device=True)(double)
+
+    def quadruple(number):
+        return inner(inner(number))
+
+    kernel = jit(quadruple)
+    with event.install_listener("numba:compile", _Interrupting()), pytest.raises(KeyboardInterrupt):
+        kernel(21)
+    assert (len(kernel.overloads), len(inner.overloads)) == (0, 0)
+    assert kernel(21) == 84
