@@ -82,7 +82,7 @@ def quantize_model(
     activations: str = "float",
     progress: Callable[[int, int], None] | None = None,
 ) -> QuantizationReport:
-    """Replaces ``nn.Linear``, ``nn.Embedding``, transformers' ``Conv1D`` and twins of these (Falcon's linear,
+    """Replaces ``nn.Linear``, ``nn.Embedding``, what transformers has like them (``Conv1D``, Falcon's linear,
     Gemma's scaled embedding) and the dense experts of rt.load's models by packed modules, in place.
 
     fmt_or_plan: a format for all, or a dict of patterns (fnmatch, on full module names) and formats, of which
