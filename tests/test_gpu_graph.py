@@ -11,6 +11,7 @@ from random_models import write_random_model
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.errors import CacheFullError
 from realizar_torch.generation.causal_lm import CausalLM
+from realizar_torch.generation.sampling import SamplingParams
 from realizar_torch.models.loading import load_transformer
 
 pytestmark = pytest.mark.gpu
@@ -198,13 +199,27 @@ def test_memory_plateaus_and_a_deleted_model_frees_its_memory(tmp_path):
     assert torch.cuda.memory_allocated() - before <= 1 << 20
 
 
-def test_a_step_allocates_nothing_and_never_waits(tmp_path):
+@pytest.mark.parametrize(
+    ("activations", "batch", "sampled", "cuda_graph"),
+    [
+        ("float", 1, False, True),
+        ("int8", 1, True, True),
+        ("int8", 4, False, True),
+        ("int8", 4, True, True),
+        ("float", 4, True, False),
+        ("int8", 1, False, False),
+        ("int8", 4, True, False),
+    ],
+)
+def test_a_step_allocates_nothing_and_never_waits(tmp_path, activations, batch, sampled, cuda_graph):
+    """Launched one by one too; but a mixture's experts are modules, which allocate where no graph does."""
     from realizar_torch.generation.graph import DecodeGraph
 
-    model = load(tmp_path)
-    graph = DecodeGraph(model, 1)
+    model = load(tmp_path, activations=activations)
+    graph, sampling = DecodeGraph(model, batch), SamplingParams(True, 0.8, 40, 0.9, 0.01, 1.1)
     with torch.inference_mode():
-        graph.begin(model(prompt(6), cache=graph.cache, logits_to_keep=1).logits[:, -1])
+        logits = model(prompt(6, batch), cache=graph.cache, logits_to_keep=1).logits[:, -1]
+        graph.begin(logits, sampling if sampled else None, cuda_graph=cuda_graph)
         graph.issue()
         graph.finish()
         count = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -215,7 +230,13 @@ def test_a_step_allocates_nothing_and_never_waits(tmp_path):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == count
-    graph.cache.reset()
+    assert graph.stats.graph_replays == 11 * cuda_graph and graph.stats.eager_steps == 11 * (not cuda_graph)
+
+
+def test_a_full_cache_takes_no_step(tmp_path):
+    from realizar_torch.generation.graph import DecodeGraph
+
+    graph = DecodeGraph(load(tmp_path), 1)
     graph.cache.advance(graph.cache.max_seq_len)
     with pytest.raises(CacheFullError):
         graph.issue()
