@@ -217,6 +217,33 @@ def test_adapters_on_a_part_of_them_train_as_they_did(targets: list[str]) -> Non
         assert ours.count_nonzero() and torch.equal(ours, theirs)
 
 
+TRANSFORMS: dict[str, Any] = {
+    "grad": lambda f, x, v: torch.func.grad(lambda x: (f(x) * v).sum())(x),
+    "jvp": lambda f, x, v: torch.stack(torch.func.jvp(f, (x,), (v,))),
+    "vmap": lambda f, x, v: torch.func.vmap(f)(torch.stack([x, v])),
+}
+
+
+@pytest.mark.parametrize("part", ["mlp", "self_attn"])
+@pytest.mark.parametrize("activations", ["float", "int8"])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_of_torch_pass_through(transform: Any, activations: str, part: str) -> None:
+    model = model_of("llama", activations)
+    module = getattr(model.model.layers[0], part)
+    x, v = torch.randn(2, 1, 5, model.config.hidden_size)
+    positions = model.model.rotary_emb(x, torch.arange(5)[None])
+
+    def run(x: Tensor) -> Tensor:
+        return (
+            module(x) if part == "mlp" else module(x, position_embeddings=positions, attention_mask=None)[0]
+        )
+
+    assert isinstance(module, Extended)
+    found = transform(run, x, v)
+    as_transformers_has_it(model)
+    assert found.count_nonzero() and torch.equal(found, transform(run, x, v))
+
+
 class CrossAttention(nn.Module):
     """Keys and values of another input."""
 

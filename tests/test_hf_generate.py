@@ -178,17 +178,16 @@ def test_device_map_by_memory_counts_packed_bytes(tiny_path: Path, tmp_path: Pat
     assert places == [{"cpu"}, {"cpu", "disk"}]
 
 
-@pytest.mark.parametrize("use_cache", [False, True])
-def test_compiles_without_a_graph_break(use_cache: bool, tiny_hf: tuple[Any, Any]) -> None:
-    model, _ = tiny_hf
+@pytest.mark.parametrize("activations", ["float", "int8"])
+def test_compiles_without_a_graph_break(activations: str, tiny_path: Path) -> None:
+    """With a static cache, and as one graph without any."""
+    model, _ = rt.hf.from_gguf(tiny_path, activations=activations)
     ids = torch.arange(9)[None]
-    options: dict[str, Any] = {"use_cache": use_cache}
-    if use_cache:
-        options["past_key_values"] = transformers.StaticCache(config=model.config, max_cache_len=32)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
     torch._dynamo.reset()
     with torch.inference_mode():
         expected = model(ids, use_cache=False).logits
-        assert torch._dynamo.explain(model)(ids, **options).graph_break_count == 0
+        assert torch._dynamo.explain(model)(ids, past_key_values=cache).graph_break_count == 0
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert (compiled(ids, use_cache=False).logits - expected).abs().max() <= TOLERANCE
 
