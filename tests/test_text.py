@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scripted_model import EOS, PAD, Letters, MarkovModel, scripted
+from scripted_model import EOS, PAD, VOCAB, Letters, MarkovModel, scripted
 from tiny_tokenizers import tiny_spm
 
 from realizar_torch.errors import CacheFullError, FormatError
@@ -58,6 +58,9 @@ def test_an_answer_to_messages_ends_where_the_template_ends_it(model):
     assert generate(model, Tokenizer(), messages, max_new_tokens=4) == "ab"
     assert generate(model, Tokenizer(), "x", max_new_tokens=4) == "abcd"
     assert generate(model, Tokenizer(), messages, max_new_tokens=4, eos_token_id=[]) == "abcd"
+    # a token that the model cannot give
+    Tokenizer.turn_end_ids = (VOCAB,)
+    assert generate(model, Tokenizer(), messages, max_new_tokens=4) == "abcd"
     model.follow([4, EOS])
     model.table[4, EOS] = 60.0
     assert generate(model, Tokenizer(), messages, max_new_tokens=4) == "ab"
