@@ -126,6 +126,9 @@ def test_what_is_no_text_or_no_id_is_refused(kind, bpe):
     with pytest.raises(rt.FormatError, match=r"a token id is tensor\(.*expected an integer.*ids\[0\]"):
         tokenizer.decode(batch)
     assert tokenizer.decode(batch[0]) == "the cat"
+    for ids in (None, 5, torch.tensor(5)):
+        with pytest.raises(rt.FormatError, match=r"the ids are .*, expected a list of ids"):
+            tokenizer.decode(ids)
     for text in (None, b"the cat", ["the", "cat"]):
         with pytest.raises(rt.FormatError, match=f"the text is a {type(text).__name__}, expected a str"):
             tokenizer.encode(text)

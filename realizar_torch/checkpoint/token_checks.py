@@ -1,6 +1,7 @@
 """What every tokenizer refuses: text that no UTF-8 can hold, and ids of another model."""
 
 import operator
+from collections.abc import Iterable
 
 from realizar_torch.errors import FormatError
 
@@ -16,6 +17,14 @@ def check_text(text: str) -> None:
             f"the text holds the lone surrogate U+{ord(text[error.start]):04X} at {error.start}, "
             "expected text that UTF-8 can hold; decode its source with errors='replace'"
         ) from error
+
+
+def check_ids(ids: Iterable[int]) -> None:
+    """FormatError for what is not several ids; each of them is judged by ``checked_id``."""
+    try:
+        iter(ids)
+    except TypeError:
+        raise FormatError(f"the ids are {ids!r:.80}, expected a list of ids or a 1-D tensor") from None
 
 
 def checked_id(token_id: int, size: int) -> int:

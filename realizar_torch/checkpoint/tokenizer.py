@@ -7,7 +7,7 @@ from realizar_torch.checkpoint.byte_level_bpe import ByteLevelBPE
 from realizar_torch.checkpoint.detokenizer import Detokenizer, Pieces
 from realizar_torch.checkpoint.sentence_piece import SentencePiece
 from realizar_torch.checkpoint.special_tokens import SpecialTokens
-from realizar_torch.checkpoint.token_checks import check_text
+from realizar_torch.checkpoint.token_checks import check_ids, check_text
 from realizar_torch.checkpoint.token_kinds import Kind
 from realizar_torch.checkpoint.tokenizer_metadata import TokenizerMetadata
 from realizar_torch.checkpoint.turn_end import find_turn_end
@@ -108,6 +108,7 @@ class Tokenizer:
         Bytes that are no UTF-8 become U+FFFD; nothing is tidied up, spaces before punctuation stay.
         Raises `FormatError` for ids outside the vocabulary.
         """
+        check_ids(ids)
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return "".join([*map(detokenizer.push, ids), detokenizer.flush()])
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from realizar_torch.checkpoint.gguf_errors import damaged
 from realizar_torch.checkpoint.json_files import read_json, read_text
-from realizar_torch.checkpoint.token_checks import check_text, checked_id
+from realizar_torch.checkpoint.token_checks import check_ids, check_text, checked_id
 from realizar_torch.checkpoint.token_kinds import Kind, correct_kinds
 from realizar_torch.checkpoint.tokenizer import Tokenizer
 from realizar_torch.checkpoint.tokenizer_metadata import TokenizerMetadata
@@ -147,6 +147,7 @@ class JsonTokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`, an iterable of ints or a 1-D tensor. FormatError for foreign ids."""
+        check_ids(ids)
         checked = [checked_id(token_id, self._known_ids) for token_id in ids]
         return self._plain.decode(checked, skip_special_tokens=skip_special_tokens)
 
