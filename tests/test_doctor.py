@@ -1,6 +1,7 @@
 """doctor on models' headers: every kernel is compared and right; one that is broken is found and named."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from realizar_torch.checkpoint.gguf import GGUFFile, open_gguf
 from realizar_torch.diagnosis import step_check
 from realizar_torch.diagnosis.parity import Matrix, Parity, random_blocks, share
 from realizar_torch.diagnosis.shapes import Shapes, shapes_of
+from realizar_torch.generation.prompt_rows import Piece
 from realizar_torch.reference import dequantize
+
+FILTERS = ("temperature", "top_k", "top_p", "min_p", "penalty", "all")
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +125,7 @@ class TestTriton:
     """In the interpreter, or on the GPU there is."""
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cache_dtypes = (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 
     @pytest.fixture(autouse=True)
     def triton(self):
@@ -141,7 +146,8 @@ class TestTriton:
         from realizar_torch.diagnosis.triton_checks import check_kernels
 
         shapes = self.shapes(model)
-        checks = [*check_kernels(shapes, self.device), *check_attention(shapes.config, self.device)]
+        attention = check_attention(shapes.config, self.device, [torch.float32, *self.cache_dtypes])
+        checks = [*check_kernels(shapes, self.device), *attention]
         assert wrong(checks) == set()
         assert {check.kernel for check in checks} == {
             "matvec float",
@@ -178,7 +184,7 @@ class TestTriton:
 
         assert config.arch.qk_norm == "head"
         monkeypatch.setattr(attention_checks, "decode_attention", without_one)
-        assert wrong([next(attention_checks.check_attention(config, self.device))])
+        assert wrong([next(attention_checks.check_attention(config, self.device, [torch.float32]))])
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels are not patched")
     def test_a_wrong_rotation_is_found(self, model, monkeypatch):
@@ -190,6 +196,97 @@ class TestTriton:
             return right(qkv, k, v, positions, sin, cos, **options)
 
         monkeypatch.setattr(attention_checks, "decode_attention", swapped)
-        assert wrong([next(attention_checks.check_attention(config, self.device))]) == {
+        assert wrong([next(attention_checks.check_attention(config, self.device, [torch.float32]))]) == {
             ("attention", "float32")
+        }
+
+    def small(self, model, monkeypatch):
+        """The model's facts, with fewer heads and tokens for the interpreter."""
+        from realizar_torch.diagnosis import choice_checks, prompt_checks
+
+        config = shapes_of(open_gguf(model)).config
+        if self.device.type == "cpu":
+            config = replace(config, num_heads=2, num_kv_heads=1, num_layers=1)
+            monkeypatch.setattr(prompt_checks, "_PIECES", (Piece(1, 40, 3, 7), Piece(0, 0, 5)))
+            monkeypatch.setattr(choice_checks, "_ROWS", 4)
+        return config
+
+    def test_every_kernel_of_prompts_and_choices_is_right(self, model, monkeypatch):
+        from realizar_torch.diagnosis.choice_checks import check_choices
+        from realizar_torch.diagnosis.prompt_checks import check_prompts
+
+        config = self.small(model, monkeypatch)
+        checks = list(check_prompts(config, self.device, [torch.float32, *self.cache_dtypes]))
+        checks += check_choices(300, self.device)
+        assert wrong(checks) == set()
+        names = ["float32", *(str(dtype).removeprefix("torch.") for dtype in self.cache_dtypes)]
+        assert {(check.kernel, check.fmt) for check in checks} == {
+            *((kernel, name) for kernel in ("place_heads", "prompt_attention") for name in names),
+            *((f"sample_rows {name}", "") for name in FILTERS),
+            *((kernel, "") for kernel in ("norm_heads", "take_highest")),
+        }
+
+    @pytest.mark.parametrize("dtype", cache_dtypes)
+    def test_a_cache_that_is_read_wrong_is_found(self, model, monkeypatch, dtype):
+        """By a fiftieth of the scales of 8 bits, or a tenth of what attention gives."""
+        from realizar_torch.diagnosis import attention_checks, prompt_checks
+
+        config = self.small(model, monkeypatch)
+        decode, prompt = attention_checks.decode_attention, prompt_checks.prompt_attention
+
+        def scaled(run, *args, **options):
+            if "v_scales" in options:
+                options["v_scales"] = options["v_scales"] * 1.02
+                return run(*args, **options)
+            return run(*args, **options) * 1.1
+
+        def decoded(*args, **options):
+            out, int8 = decode(*args, **options | {"quantize": False})
+            return out * 1.1, int8
+
+        monkeypatch.setattr(attention_checks, "decode_attention", decoded)
+        monkeypatch.setattr(prompt_checks, "prompt_attention", partial(scaled, prompt))
+        found = wrong(attention_checks.check_attention(config, self.device, [dtype]))
+        found |= wrong(prompt_checks.check_prompts(config, self.device, [dtype]))
+        name = str(dtype).removeprefix("torch.")
+        assert found == {("attention", name), ("prompt_attention", name)}
+
+    def test_heads_that_are_placed_or_normed_wrong_are_found(self, model, monkeypatch):
+        from realizar_torch.diagnosis import prompt_checks
+
+        config = self.small(model, monkeypatch)
+        place, norm = prompt_checks.place_heads, prompt_checks.norm_heads
+
+        def late(qkv, places, *others, **options):
+            place(qkv, places + torch.tensor([0, 1], device=places.device).int(), *others, **options)
+
+        monkeypatch.setattr(prompt_checks, "place_heads", late)
+        monkeypatch.setattr(
+            prompt_checks,
+            "norm_heads",
+            lambda rows, first, *rest, **kind: norm(rows, first - 1, *rest, **kind),
+        )
+        found = wrong(prompt_checks.check_prompts(config, self.device, [torch.float32]))
+        assert found >= {("place_heads", "float32"), ("norm_heads", "")}
+
+    def test_another_choice_is_found(self, model, monkeypatch):
+        """The number of another step, a filter that is left out, the second highest logit."""
+        from realizar_torch.diagnosis import choice_checks
+
+        self.small(model, monkeypatch)
+        draw, highest = choice_checks.sample_rows, choice_checks.take_highest
+
+        def next_step(logits, seen, floats, integers, *others):
+            integers[:, 2] += 1
+            draw(logits, seen, floats, integers, *others)
+
+        def second(logits, *others):
+            highest(logits.scatter(1, logits.argmax(-1, keepdim=True), -100.0), *others)
+
+        monkeypatch.setattr(choice_checks, "sample_rows", next_step)
+        monkeypatch.setattr(choice_checks, "take_highest", second)
+        found = wrong(choice_checks.check_choices(300, self.device))
+        assert found == {
+            ("take_highest", ""),
+            *((f"sample_rows {name}", "") for name in FILTERS),
         }

@@ -69,9 +69,9 @@ def doctor(model: str | os.PathLike[str] | None = None) -> Diagnosis:
     """Looks at this machine and checks its kernels on random weights, on every device there is.
 
     model: what ``rt.load`` takes; of its file only the header is read. Then every matrix product, fused
-    kernel and decode step of that model is checked in its own formats and widths, with at most 1,024 rows of
-    a weight; else the matrix products of every format in a small size. Raises what ``rt.load`` would raise
-    for the file.
+    kernel, choice of a token, and step of that model is checked in its own formats and widths, with at most
+    1,024 rows of a weight; else the matrix products of every format in a small size. Raises what ``rt.load``
+    would raise for the file.
     """
     return _diagnosis(model, _opened(model))
 
@@ -96,8 +96,15 @@ def _checks(source: ModelSource | None, shapes: Shapes, device: torch.device) ->
         return
     if device.type == "cuda" and cuda.problem() is None:
         from realizar_torch.diagnosis.attention_checks import check_attention
+        from realizar_torch.diagnosis.choice_checks import check_choices
+        from realizar_torch.diagnosis.prompt_checks import check_prompts
         from realizar_torch.diagnosis.triton_checks import check_kernels
 
+        dtypes = [torch.float32, torch.bfloat16, torch.int8]
+        if torch.cuda.get_device_capability(device) >= (8, 9):
+            dtypes.append(torch.float8_e4m3fn)
         yield from check_kernels(shapes, device)
-        yield from check_attention(shapes.config, device)
+        yield from check_attention(shapes.config, device, dtypes)
+        yield from check_prompts(shapes.config, device, dtypes)
+        yield from check_choices(shapes.config.vocab_size, device)
     yield from check_step(source, device)
