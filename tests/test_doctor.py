@@ -149,6 +149,7 @@ class TestTriton:
         attention = check_attention(shapes.config, self.device, [torch.float32, *self.cache_dtypes])
         checks = [*check_kernels(shapes, self.device), *attention]
         assert wrong(checks) == set()
+        assert {check.batch for check in checks if check.kernel == "matvec int8"} == {1, 2, 5}
         assert {check.kernel for check in checks} == {
             "matvec float",
             "matvec int8",

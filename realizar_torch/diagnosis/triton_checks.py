@@ -30,10 +30,11 @@ from realizar_torch.triton_kernels.matmul_gate_up import matmul_gate_up
 from realizar_torch.triton_kernels.matmul_qkv import matmul_qkv
 from realizar_torch.triton_kernels.qkv import qkv_int8
 
-# vectors for the matvecs, and for tensor cores, which take them in groups of eight
+# vectors of a step for the matvecs, and for tensor cores, which take them in groups of eight
 _SINGLE = (1, 2)
 _BATCHED = (5, 16)
-_FLOAT = (*_SINGLE, 5)
+# matvecs of linears alone, which take up to eight
+_MATVEC = (*_SINGLE, 5)
 _EPS = 1e-5
 # of |gate * up|: exp and the division of the activation cost a few ulp
 _ACTIVATION_ERROR = 3e-6
@@ -92,24 +93,23 @@ def _products(matrix: Matrix, device: torch.device) -> Iterator[Parity]:
         x, residual = random_vectors(device, batch, columns), random_vectors(device, batch, rows, seed=2)
         extra = bias.double() + residual.double()
         options = {"residual": residual, "layout": layout}
-        if batch in _FLOAT:
+        operands = (weight, matrix.fmt, columns, bias)
+        if batch in _MATVEC:
             launch = choose(matrix.fmt, matrix.rows, columns, min(batch, matvec.FLOAT_VECTORS), "float")
-            y = matvec.matvec(x, weight, matrix.fmt, columns, bias, launch=launch, **options)
+            y = matvec.matvec(x, *operands, launch=launch, **options)
             error = product_share(y, x.double(), decoded, extra)
             yield Parity(device.type, "matvec float", *where, batch, error)
-        operands = (weight, matrix.fmt, columns, bias)
-        if batch in _SINGLE:
             parts, seen = _quantized(x, matrix)
             launch = choose(matrix.fmt, matrix.rows, columns, batch, "int8")
             y = matvec.matvec_int8(*parts, *operands, launch=launch, **options)
             error = product_share(y, seen, decoded, extra)
-        else:
+            yield Parity(device.type, "matvec int8", *where, batch, error)
+        if batch in _BATCHED:
             parts, seen = _grouped(x, matrix)
             wide = choose_matmul(matrix.rows, columns, batch)
             y = matmul(*parts, batch, *operands, launch=wide, **options)
             error = product_share(y, seen, decoded, extra, rounding=_rounding(matrix.fmt, seen, decoded))
-        name = "matvec int8" if batch in _SINGLE else "matmul"
-        yield Parity(device.type, name, *where, batch, error)
+            yield Parity(device.type, "matmul", *where, batch, error)
 
 
 def _norms(width: int, shapes: Shapes, device: torch.device) -> Iterator[Parity]:
