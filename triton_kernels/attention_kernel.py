@@ -133,9 +133,7 @@ def attention_kernel(
         fresh = tl.zeros([1, LANES], tl.float32)
         if split == runs - 1:
             key_head = heads + (GROUP * KV_HEADS + kv_head) * D
-            k = rotated_head(
-                key_head, turn, cos, sin, k_norm, eps, D, ROTARY, LANES, HAS_NORM, ZERO_CENTERED
-            )
+            k = rotated_head(key_head, turn, cos, sin, k_norm, eps, D, ROTARY, LANES, HAS_NORM, ZERO_CENTERED)
             v = tl.load(key_head + KV_HEADS * D + lane[None, :], mask=present[None, :], other=0)
             k, k_scale, k_seen = packed_row(k, k_cache.dtype.element_ty)
             v, v_scale, fresh = packed_row(v.to(tl.float32), v_cache.dtype.element_ty)

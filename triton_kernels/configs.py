@@ -120,7 +120,8 @@ class AttentionLaunch:
 def choose_attention(lanes: int, itemsize: int, rows: int) -> AttentionLaunch:
     """The launch shape of decode attention for K and V rows of ``lanes`` elements and ``rows`` query rows.
 
-    A step of 16 bits or fewer takes at most 32 KB, runs are 256 positions or more; the sums of a warp fill half its registers.
+    A step of 16 bits or fewer takes at most 32 KB, runs are 256 positions or more; the sums of a warp fill
+    half its registers.
     """
     tile = 32 if lanes * itemsize <= 128 else 16
     stages = 3 if itemsize < 4 else 1

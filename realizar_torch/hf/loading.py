@@ -54,8 +54,8 @@ def from_gguf(
 
     Modules are transformers' own; MLPs and attentions are of classes that extend those, under the same name,
     to multiply what shares an input together, and so is a model with tied weights, to tie them in every
-    layout. On a GPU ``rt.prepack(model)`` afterwards rearranges the weights for its kernels. What ``save_pretrained`` writes is loaded by ``from_pretrained`` once
-    ``realizar_torch.hf`` is imported.
+    layout. On a GPU ``rt.prepack(model)`` afterwards rearranges the weights for its kernels. What
+    ``save_pretrained`` writes is loaded by ``from_pretrained`` once ``realizar_torch.hf`` is imported.
     Raises what ``rt.open_gguf`` raises; FormatError for a directory of another kind, for a dtype that is not
     of floats, a tokenizer that is not of transformers, and a config or an attention that transformers
     refuses; UnsupportedArchitectureError for an architecture, feature or tokenizer that has no row here;
