@@ -1,6 +1,7 @@
 """Modules that read the weight of a child: quantize_model leaves the child dense, or adapts the reader."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -121,6 +122,75 @@ def test_classes_without_source_are_taken_as_they_are() -> None:
     model = space["Typed"](nn.Linear(64, 64))
     assert weight_readers(model) == {}
     assert rt.quantize_model(model, "Q8_0").skipped == ()
+
+
+class Casting(nn.Module):
+    """Reads what a model holds that it is given."""
+
+    def forward(self, x: torch.Tensor, model: nn.Module) -> torch.Tensor:
+        for i in range(len(model.layers)):
+            x = model.layers[i].wo(x.to(model.layers[i].wo.weight.dtype))
+        return x
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"wo": nn.Linear(64, 64)}) for _ in "ab")
+        self.cast = Casting()
+
+
+def test_another_variable_may_hold_the_model_itself() -> None:
+    reason = "Casting reads model.layers[i].wo.weight"
+    for root, prefix in ((Stack(), ""), (nn.ModuleDict({"a": Stack()}), "a.")):
+        assert weight_readers(root) == {f"{prefix}layers.{i}.wo": reason for i in range(2)}
+
+
+class Anything:
+    """Has each attribute that it is asked for, as proxies have."""
+
+    def __getattr__(self, name: str) -> "Anything":
+        return Anything()
+
+
+def proxied(method):
+    method.__wrapped__ = Anything()
+    return method
+
+
+class Odd(nn.Module):
+    """Attributes without source of their own, which are passed by, and methods in wrappers."""
+
+    anything = Anything()
+    wrapped = proxied(lambda self, x: x @ self.cached.weight)
+    half_a_line = {"a": """
+x""", "b": lambda self, x: x @ self.cached.weight}["b"]  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("cached", "lazy", "computed", "static"):
+            setattr(self, name, nn.Linear(64, 64))
+
+    @functools.cache  # noqa: B019
+    def read_once(self) -> torch.Tensor:
+        return self.computed.weight.sum()
+
+    @functools.cached_property
+    def sum(self) -> torch.Tensor:
+        return self.lazy.weight.sum()
+
+    @staticmethod
+    def sum_of(odd: "Odd") -> torch.Tensor:
+        return odd.static.weight.sum()
+
+
+def test_attributes_of_any_kind_are_passed_by_or_seen() -> None:
+    assert weight_readers(Odd()) == {
+        "computed": "Odd reads self.computed.weight",
+        "lazy": "Odd reads self.lazy.weight",
+        "static": "Odd reads odd.static.weight",
+    }
+    assert [entry.names[0] for entry in rt.quantize_model(Odd(), "Q8_0").modules if entry.fmt] == ["cached"]
 
 
 # --- torch's encoder layers, whose fast path takes the weights themselves

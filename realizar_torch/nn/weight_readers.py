@@ -2,10 +2,12 @@
 
 import ast
 import inspect
+import tokenize
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
-from types import CodeType
+from functools import cached_property
+from types import CodeType, FunctionType
 
 from torch import nn
 
@@ -23,8 +25,9 @@ def weight_readers(model: nn.Module) -> dict[str, str]:
     """Module name -> who reads its weight, as "Block reads self.wo.weight", found in the source of classes.
 
     ``self.wo`` is a child of each instance of the class. Other variables may hold any module: ``block.wo``
-    stands for all whose names end in ``wo``, and so does ``wo``. Weights that start or tie others, calls
-    (``self.get().weight``) and classes without source, as of a console, are not seen.
+    stands for all whose names end in ``wo``, and so does ``wo``. Not seen are weights that start or tie
+    others, calls (``self.get().weight``), modules under another name than their own (``layer = self.wo``,
+    ``for layer in self.layers``), and code without a source that parses, as a console's.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     instances: dict[type, list[str]] = defaultdict(list)
@@ -57,7 +60,7 @@ def _matching(names: Collection[str], pattern: str) -> list[str]:
     """Names that ``pattern`` stands for, whose leading ``*.`` may also stand for nothing."""
     if "*" not in pattern:
         return [pattern] if pattern in names else []
-    return [name for name in names if fnmatchcase(name, pattern) or f"*.{name}" == pattern]
+    return [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(f".{name}", pattern)]
 
 
 def _holds_packed(model: nn.Module) -> bool:
@@ -69,10 +72,23 @@ def _reads(kind: type) -> Iterator[tuple[str, list[str]]]:
     if kind is nn.Module or kind in _ADAPTED:
         return
     for name, value in vars(kind).items():
-        method = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
-        code = getattr(method, "__code__", None)
-        if name not in _STARTERS and isinstance(code, CodeType) and _mentions_weight(code):
-            yield from _reads_of(method)
+        function = _function(value)
+        if name not in _STARTERS and function is not None and _mentions_weight(function.__code__):
+            yield from _reads_of(function)
+
+
+def _function(value: object) -> FunctionType | None:
+    """What a method or property runs, without its decorators; None for all else that a class may hold."""
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, cached_property):
+        value = value.func
+    try:
+        # others may have a __getattr__ that answers, or fails, whatever it is asked
+        value = inspect.unwrap(value) if inspect.isroutine(value) else None
+    except ValueError:
+        return None
+    return value if inspect.isfunction(value) else None
 
 
 def _mentions_weight(code: CodeType) -> bool:
@@ -80,11 +96,11 @@ def _mentions_weight(code: CodeType) -> bool:
     return "weight" in code.co_names or any(map(_mentions_weight, inner))
 
 
-def _reads_of(method: Callable[..., object]) -> Iterator[tuple[str, list[str]]]:
+def _reads_of(function: FunctionType) -> Iterator[tuple[str, list[str]]]:
     try:
-        source = inspect.getsource(method)
+        source = inspect.getsource(function)
         tree = ast.parse("if True:\n" + source if source[0].isspace() else source)
-    except (OSError, SyntaxError):
+    except (OSError, SyntaxError, tokenize.TokenError):
         return
     harmless: set[ast.AST] = set()
     for node in ast.walk(tree):
