@@ -86,6 +86,11 @@ def tour(device: torch.device, weights: Sequence[tuple[str, str]] = WEIGHTS) -> 
     yield from _projections(device)
     for normalization in NORMALIZATIONS:
         yield from _norms(normalization, device)
+    yield from shared(device)
+
+
+def shared(device: torch.device) -> Iterator[Tensor]:
+    """Of the kernels whose programs share memory: partial sums, or heads of one row."""
     for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn):
         yield from _attention(dtype, device)
     yield from _tokens(device)

@@ -10,6 +10,7 @@ from module_linears import ModuleLinears
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.generation import gpu_product, gpu_state, gpu_step, graph, loop, prompt_graph
 from realizar_torch.generation.causal_lm import CausalLM
+from realizar_torch.generation.workspace import Workspace
 from realizar_torch.models.loading import load_transformer
 
 pytest.importorskip("triton")
@@ -113,6 +114,23 @@ def test_each_change_is_noticed(interpreted, tmp_path):
     for change, batch in [("none", 1), ("none", 2), *((name, 1) for name in CHANGES)]:
         CHANGES[change](model)
         assert_as_from_a_new_state(model, 2, batch, 2, False, cuda_graph="auto")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+def test_what_is_made_in_inference_mode_serves_outside_of_it(interpreted, tmp_path):
+    model = load(tmp_path)
+    with torch.inference_mode():
+        workspace = Workspace.for_model(model.config, 1)
+        decoders = [graph.DecodeGraph(model, 1, max_seq_len=8, workspace=w) for w in (workspace, None)]
+    expected = torch.tensor([[3, 5, 7]])
+    for decoder in decoders:
+        with torch.no_grad():
+            logits = model(expected, cache=decoder.cache).logits[:, -1]
+            decoder.begin(logits, cuda_graph=False)
+            decoder.issue()
+            found = [decoder.read(), decoder.read()]
+        decoder.finish()
+        assert found == model.generate(expected, max_new_tokens=2, eos_token_id=[])[0, 3:, None].tolist()
 
 
 @pytest.mark.filterwarnings("error")

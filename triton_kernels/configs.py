@@ -43,18 +43,17 @@ def choose(
     lanes = blocks * per_block
     # a scale for every 16 of a unit's 64 weights takes the most registers
     wide = planes(fmt) == 4 and planes_per_scale(fmt) == 1
-    per_program = 4
-    if pair or activations == "float" or (wide and (several or batch > 1)):
-        per_program = 2
     if batch > 4 or (batch > 2 and activations == "float"):
         per_program = 1
-    elif batch > 2:
+    elif batch > 2 or pair or activations == "float" or (wide and (several or batch > 1)):
         per_program = 2
+    else:
+        per_program = 4
     # few programs with long loops: too few bytes are on their way unless two steps overlap
     alone = not pair and not several and batch == 1 and activations == "int8"
     ahead = alone and planes(fmt) == 4 and lanes >= 128 and rows <= 8192
     if ahead:
-        warps = min(_power_of_two_at_least(lanes) // 128, _power_of_two_at_least(4096 // rows))
+        warps = min(_power_of_two_at_least(lanes) // 128, _power_of_two_at_least(4096 // rows), 8)
     elif wide and in_features > 8192 and activations == "int8":
         warps = 8
     else:
@@ -62,7 +61,7 @@ def choose(
     while warps > 1 and lanes < 32 * warps:
         warps //= 2
     # an idle part of the last loop step costs more than one step more
-    while warps > 1 and not (wide and not ahead) and lanes % (32 * warps):
+    while warps > 1 and (ahead or not wide) and lanes % (32 * warps):
         warps //= 2
     step = min(max(1, 32 * warps // per_block), _power_of_two_at_least(blocks))
     return Launch(min(per_program, _power_of_two_at_least(rows)), step, warps, ahead)

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.configs import choose
+from realizar_torch.triton_kernels.float_sums import float_sums
 from realizar_torch.triton_kernels.launch import (
     PackedRows,
     float_rows_of,
@@ -15,7 +16,7 @@ from realizar_torch.triton_kernels.launch import (
 )
 from realizar_torch.triton_kernels.matvec import check_int8
 from realizar_torch.triton_kernels.primitives import cast
-from realizar_torch.triton_kernels.row_sums import float_sums, int8_sums, reduce_rows
+from realizar_torch.triton_kernels.row_sums import int8_sums, reduce_rows
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.configs import Launch, choose
+from realizar_torch.triton_kernels.float_sums import float_sums
 from realizar_torch.triton_kernels.launch import (
     MAX_ROWS,
     PackedRows,
@@ -17,7 +18,6 @@ from realizar_torch.triton_kernels.launch import (
 from realizar_torch.triton_kernels.matvec import FLOAT_VECTORS, check_int8, output_tensor
 from realizar_torch.triton_kernels.primitives import cast, release_successor
 from realizar_torch.triton_kernels.row_sums import (
-    float_sums,
     int8_sums,
     reduce_rows,
     row_pointers,

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.configs import Launch, choose
+from realizar_torch.triton_kernels.float_sums import float_sums
 from realizar_torch.triton_kernels.launch import (
     FLOAT_DTYPES,
     MAX_ROWS,
@@ -19,7 +20,6 @@ from realizar_torch.triton_kernels.launch import (
 )
 from realizar_torch.triton_kernels.primitives import cast, release_successor
 from realizar_torch.triton_kernels.row_sums import (
-    float_sums,
     int8_sums,
     reduce_rows,
     row_pointers,
@@ -61,7 +61,7 @@ def _matvec_int8_kernel(
     first_row = tl.program_id(0) * BN
     rows = row_pointers(weight, row_stride, first_row, n_rows, ALIGN, BN)
     total = int8_sums(
-        (rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, WHOLE, DEPENDENT, AHEAD, True
+        (rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, WHOLE, DEPENDENT, AHEAD, EARLY=True
     )
     sums = reduce_rows(total, 0, M)
     store_rows(sums, first_row, BN, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)

@@ -24,7 +24,7 @@ def _rows_of_one(
 ):  # fmt: skip
     rows = row_pointers(weight, row_stride, first_row, n_rows, ALIGN, BN)
     total = int8_sums(
-        (rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, EVEN, DEPENDENT, False, True
+        (rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, EVEN, DEPENDENT, EARLY=True
     )
     sums = reduce_rows(total, 0, M)
     store_rows(sums, first_row, BN, n_rows, out, out_stride, bias, bias, M, HAS_BIAS, False)

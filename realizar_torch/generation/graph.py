@@ -44,6 +44,9 @@ class DecodeGraph:
     cannot run on GPU kernels.
     """
 
+    # tensors of inference mode could not be written to outside of it
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def __init__(
         self,
         model: Any,

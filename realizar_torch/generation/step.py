@@ -47,14 +47,12 @@ def new_state(
 
     pooled: on a GPU, one of the model's states, which goes back to it when it is closed.
     """
-    # tensors of inference mode could not be written to outside of it
-    with torch.inference_mode(False), torch.no_grad():
-        if model.device.type == "cuda":
-            states = getattr(model, "gpu_states", None) if pooled else None
-            if states is not None:
-                return states.take(model, batch_size, max_positions)
-            return GpuState(model, batch_size, max_positions, None)
-        return DecodeState(model, batch_size, max_positions)
+    if model.device.type == "cuda":
+        states = getattr(model, "gpu_states", None) if pooled else None
+        if states is not None:
+            return states.take(model, batch_size, max_positions)
+        return GpuState(model, batch_size, max_positions, None)
+    return DecodeState(model, batch_size, max_positions)
 
 
 def prefill(

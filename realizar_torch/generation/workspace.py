@@ -96,6 +96,8 @@ class Workspace:
         buffers: list[Tensor] = [getattr(self, name) for name in _BUFFERS] if self._capacity else []
         return WorkspaceStats(self._capacity, sum(b.nbytes for b in buffers), self._reallocations)
 
+    # tensors of inference mode could not be written to outside of it
+    @torch.inference_mode(False)
     def _buffer(self, rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(rows, width, dtype=dtype, device=self._device)
 

@@ -1,0 +1,87 @@
+"""Dot products of BN packed rows with M float vectors: exact weights, fp32 accumulation."""
+
+import triton
+import triton.language as tl
+
+from realizar_torch.triton_kernels.blocks import (
+    block_size,
+    group_of,
+    groups_ahead,
+    has_minimum,
+    planes,
+    planes_per_scale,
+    units,
+)
+from realizar_torch.triton_kernels.decode import decode_unit, minimum_of, scale_of, word_quants
+from realizar_torch.triton_kernels.primitives import split_words, wait_for_predecessor
+from realizar_torch.triton_kernels.row_sums import lane_position, load_tile, replace, zeros
+
+
+@triton.jit
+def add_float(
+    total, raw, first, blocks, x, in_features,
+    FMT: tl.constexpr, M: tl.constexpr, CB: tl.constexpr, WHOLE: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """``total`` (groups × M) plus a tile times float activations ``x [M, in_features]``, all in fp32.
+
+    The weights of one scale add  d * s / lift * Σ lift * (q - zero) * x - dmin * m * Σ x; quants are exact.
+    RAGGED: in_features ends inside a block; activations past it count as 0.
+    """
+    SHARED: tl.constexpr = planes_per_scale(FMT)
+    BN: tl.constexpr = total[0].shape[0]
+    LANES: tl.constexpr = total[0].shape[1]
+    block, unit = lane_position(first, FMT, CB)
+    start = block * block_size(FMT) + 16 * group_of(unit, 0, FMT)
+    decoded = ()
+    for g in tl.static_range(len(raw)):
+        decoded = decoded + (decode_unit(raw[g], unit, FMT),)
+    for i in tl.static_range(planes(FMT) // SHARED):
+        dots = zeros(len(raw) * M, BN, LANES)
+        sums = zeros(M, 1, LANES)
+        for word in tl.static_range(4 * SHARED):
+            # the four activations of this word lie this far behind the unit's first
+            ahead = 16 * groups_ahead(FMT, i * SHARED + word // 4) + 4 * (word % 4)
+            column = tl.expand_dims(start, -1) + tl.arange(0, 4)
+            for m in tl.static_range(M):
+                pointer = x + (m * in_features + column) + ahead
+                if RAGGED:
+                    values = tl.load(pointer, mask=column + ahead < in_features, other=0)
+                elif WHOLE:
+                    values = tl.load(pointer)
+                else:
+                    values = tl.load(pointer, mask=tl.expand_dims(block < blocks, -1), other=0)
+                values = values.to(tl.float32)
+                if has_minimum(FMT):
+                    sums = replace(sums, m, sums[m] + tl.sum(values, 2))
+                for g in tl.static_range(len(raw)):
+                    words, s, minimum, d, dmin = decoded[g]
+                    quants = word_quants(
+                        split_words(words[i * SHARED + word // 4])[word % 4], i * SHARED + word // 4, FMT
+                    )
+                    dots = replace(dots, g * M + m, dots[g * M + m] + tl.sum(quants * values, 2))
+        for g in tl.static_range(len(raw)):
+            words, s, minimum, d, dmin = decoded[g]
+            scale = scale_of(s, d, i * SHARED, FMT)
+            for m in tl.static_range(M):
+                updated = total[g * M + m] + scale * dots[g * M + m]
+                if has_minimum(FMT):
+                    updated -= minimum_of(minimum, dmin, i * SHARED, FMT) * sums[m]
+                total = replace(total, g * M + m, updated)
+    return total
+
+
+@triton.jit
+def float_sums(
+    groups, blocks, x, in_features,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, CB: tl.constexpr,
+    WHOLE: tl.constexpr, RAGGED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """As ``row_sums.int8_sums`` for float activations, each tile when its turn comes."""
+    raw = load_tile(groups, 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
+    wait_for_predecessor(DEPENDENT)
+    total = zeros(len(groups) * M, groups[0].shape[0], CB * units(FMT))
+    total = add_float(total, raw, 0, blocks, x, in_features, FMT, M, CB, WHOLE, RAGGED)
+    for first in range(CB, blocks, CB):
+        raw = load_tile(groups, first, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
+        total = add_float(total, raw, first, blocks, x, in_features, FMT, M, CB, WHOLE, RAGGED)
+    return total
