@@ -22,14 +22,9 @@ from realizar_torch.ops.checks import ACTIVATIONS, FLOATS, check_choice
 
 DEFAULT_EXCLUDE = ("lm_head",)
 _KINDS = (nn.Linear, nn.Embedding, DenseExperts)
-# classes of transformers, which need not be there: a linear of weight [in, out], one of nn.Linear's numbers,
-# and embeddings that scale their rows
+# linears of transformers, which need not be there: one of weight [in, out], one of nn.Linear's numbers
 _CONV1D = "transformers.pytorch_utils.Conv1D"
 _FALCON_LINEAR = "transformers.models.falcon.modeling_falcon.FalconLinear"
-_SCALED = tuple(
-    f"transformers.models.{name.lower()}.modeling_{name.lower()}.{name}TextScaledWordEmbedding"
-    for name in ("Gemma", "Gemma2", "Gemma3", "VaultGemma")
-)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -141,6 +136,28 @@ def _nothing_to_quantize(model: nn.Module) -> str:
     return "the model has no nn.Linear, nn.Embedding or Conv1D to quantize"
 
 
+class _Scaled(nn.Embedding):
+    """What Gemma's embeddings compute: each model of transformers has its own copy of this class."""
+
+    embed_scale: Tensor
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.embed_scale.to(self.weight.dtype)
+
+
+def row_scale(module: nn.Module) -> float | None:
+    """The number by which a scaled embedding of transformers multiplies its rows, its ``scalar_embed_scale``.
+
+    None for every other module, embeddings that do more (T5Gemma2's) and subclasses of scaled ones.
+    """
+    scale, kind = getattr(module, "scalar_embed_scale", None), type(module)
+    if scale is None or kind.__bases__ != (nn.Embedding,):
+        return None
+    code, copied = getattr(kind.forward, "__code__", None), _Scaled.forward.__code__
+    same = code is not None and (code.co_code, code.co_names) == (copied.co_code, copied.co_names)
+    return float(scale) if same else None
+
+
 @dataclass(frozen=True)
 class _Weight:
     """A dense weight and the modules that hold it, each under every name it has."""
@@ -215,7 +232,7 @@ def _decide(
 
 def _unsupported(module: nn.Module) -> str | None:
     kind = type(module)
-    if kind not in _KINDS and _path(module) not in (_CONV1D, _FALCON_LINEAR, *_SCALED):
+    if kind not in _KINDS and _path(module) not in (_CONV1D, _FALCON_LINEAR) and row_scale(module) is None:
         return f"is a {kind.__name__}, which may compute something else"
     if parametrize.is_parametrized(module):
         return "has parametrizations"
@@ -269,11 +286,11 @@ def _packed_module(module: nn.Module, weight: nn.Parameter, fmt: str, activation
     if isinstance(module, DenseExperts):
         new = QuantizedExperts(weight.data, module.weight.shape[-1], fmt, activations=activations)
     elif isinstance(module, nn.Embedding):
-        width, dtype = module.embedding_dim, module.weight.dtype
-        table = ScaledEmbedding if _path(module) in _SCALED else QuantizedEmbedding
+        width, dtype, scale = module.embedding_dim, module.weight.dtype, row_scale(module)
+        table = QuantizedEmbedding if scale is None else ScaledEmbedding
         new = table.from_blocks(weight.data, width, fmt, module.padding_idx, dtype=dtype)
-        if isinstance(new, ScaledEmbedding):
-            new.scale = float(vars(module)["scalar_embed_scale"])
+        if isinstance(new, ScaledEmbedding) and scale is not None:
+            new.scale = scale
     else:
         bias, columns = module.bias, _matrix(module).shape[1]
         assert bias is None or isinstance(bias, Tensor)

@@ -7,8 +7,13 @@ import pytest
 import torch
 import transformers as tf
 from packed_model import load_decoded
+from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextScaledWordEmbedding
+from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2TextScaledWordEmbedding
 
 import realizar_torch as rt
+from realizar_torch.hf.modules import weight_shape
 from realizar_torch.nn.embedding import ScaledEmbedding
 
 _SIZES = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2}
@@ -97,3 +102,48 @@ def test_the_reason_names_the_class() -> None:
     report = rt.quantize_model(MODELS["T5 gated"][0](), "Q8_0")
     (reason, *_) = (entry.reason for entry in report.skipped if entry.names[0].endswith("wo"))
     assert reason.endswith("wo is not only called: T5DenseGatedActDense reads self.wo.weight")
+
+
+class Shifted(torch.nn.Embedding):
+    """A scaled embedding, and one operation more."""
+
+    scalar_embed_scale, embed_scale = 8.0, torch.tensor(8.0)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.embed_scale.to(self.weight.dtype) + 1
+
+
+class Elsewhere(torch.nn.Embedding):
+    """The operations of a scaled embedding, on another number."""
+
+    scalar_embed_scale, other_scale = 8.0, torch.tensor(3.0)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.other_scale.to(self.weight.dtype)
+
+
+class Twice(Gemma3TextScaledWordEmbedding):
+    """The code of a scaled embedding, whose super() scales already."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.embed_scale.to(self.weight.dtype)
+
+
+def test_scaled_embeddings_are_told_by_what_they_compute() -> None:
+    model = torch.nn.Sequential(Gemma3nTextScaledWordEmbedding(9, 64, 0, 2.5))
+    dense = copy.deepcopy(model)
+    assert weight_shape(model[0]) == (9, 64)
+    assert rt.quantize_model(model, "Q8_0").skipped == ()
+    assert load_decoded(dense, model) == 1
+    ids = torch.arange(9)
+    assert torch.equal(model(ids), dense(ids))
+
+
+@pytest.mark.parametrize(
+    "kind", [T5Gemma2TextScaledWordEmbedding, BartScaledWordEmbedding, Shifted, Elsewhere, Twice]
+)
+def test_embeddings_that_do_more_than_scale_stay_dense(kind: type[torch.nn.Embedding]) -> None:
+    table = kind(9, 64, 0)
+    assert weight_shape(table) is None
+    (entry,) = rt.quantize_model(torch.nn.Sequential(table), "Q8_0").modules
+    assert entry.reason == f"0 is a {kind.__name__}, which may compute something else"

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from realizar_torch.errors import UnsupportedArchitectureError
 from realizar_torch.nn.embedding import QuantizedEmbedding, ScaledEmbedding
 from realizar_torch.nn.linear import QuantizedLinear
+from realizar_torch.quantization import row_scale
 
 # Linear layers that compute x·Wᵀ + b; of Conv1D, whose W is transposed, GGUF files hold Wᵀ.
 _LINEARS = (nn.Linear, FalconLinear, Conv1D)
@@ -22,7 +23,7 @@ def weight_shape(module: Any) -> tuple[int, int] | None:
     if type(module) in _LINEARS:
         rows, columns = module.weight.shape
         return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
-    if type(module).forward is nn.Embedding.forward or hasattr(module, "scalar_embed_scale"):
+    if type(module).forward is nn.Embedding.forward or row_scale(module) is not None:
         return (module.num_embeddings, module.embedding_dim)
     return None
 
@@ -54,8 +55,9 @@ def _packed(name: str, module: Any, fmt: str, dtype: torch.dtype, activations: s
             dtype=dtype,
         )
     settings: dict[str, Any] = {"fmt": fmt, "dtype": dtype, "device": "meta"}
-    if not hasattr(module, "scalar_embed_scale"):
+    scale = row_scale(module)
+    if scale is None:
         return QuantizedEmbedding(rows, columns, module.padding_idx, **settings)
     embedding = ScaledEmbedding(rows, columns, module.padding_idx, **settings)
-    embedding.scale = float(module.scalar_embed_scale)
+    embedding.scale = scale
     return embedding
