@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -307,3 +308,17 @@ def test_prepacked_weights_are_tied_again(surgery: Any, tmp_path: Path) -> None:
     assert {m.layout for m in model.modules() if isinstance(m, PackedModule)} == {"planar"}
     rt.unpack(model)
     assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("missing", [None, 5])
+def test_tying_leaves_layouts_and_what_is_not_tied(missing: Any, tmp_path: Path) -> None:
+    """Where it fails, too: transformers looks names up in ``missing_keys``."""
+    model = rt.hf.from_gguf(write_tied(tmp_path / "tied.gguf"))[0]
+    rt.prepack(model, "planar")
+    own = {name: value for name, value in model.named_buffers() if name.startswith("model.layers.")}
+    with nullcontext() if missing is None else pytest.raises(TypeError):
+        model.tie_weights(missing_keys=missing)
+    assert {m.layout for m in model.modules() if isinstance(m, PackedModule)} == {"planar"}
+    buffers = dict(model.named_buffers())
+    assert own and all(buffers[name] is value for name, value in own.items())
+    assert model.lm_head.packed is model.model.embed_tokens.packed

@@ -18,9 +18,17 @@ def tie_prepacked(model: PreTrainedModel) -> None:
 
 class _Tied(Extended):
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
-        """As of transformers; what is prepacked is canonical meanwhile."""
-        layouts = {module: module.layout for module in self.modules() if isinstance(module, PackedModule)}
-        unpack(self)
-        super().tie_weights(*args, **kwargs)  # type: ignore[misc]
-        for layout in set(layouts.values()):
-            prepack(nn.ModuleList(module for module, of in layouts.items() if of == layout), layout)
+        """As of transformers; those of the tied modules that are prepacked are canonical meanwhile."""
+        keys: Any = self.all_tied_weights_keys
+        names = {key.rpartition(".")[0] for pair in keys.items() for key in pair}
+        layouts = {
+            module: module.layout
+            for name, module in self.named_modules(remove_duplicate=False)
+            if name in names and isinstance(module, PackedModule)
+        }
+        try:
+            unpack(nn.ModuleList(layouts))
+            super().tie_weights(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for layout in set(layouts.values()):
+                prepack(nn.ModuleList(module for module, of in layouts.items() if of == layout), layout)
