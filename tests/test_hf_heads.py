@@ -1,5 +1,6 @@
 """One packed checkpoint, several classes: what they share is loaded or missed, never made up."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers import (
 )
 
 import realizar_torch as rt
-from realizar_torch.errors import MissingTensorsError
+from realizar_torch.errors import FormatError, MissingTensorsError
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 SIZES: dict[str, Any] = {
@@ -58,6 +59,15 @@ def test_what_another_head_shares_is_missed(kind: str, head: Any, name: str, tmp
     change_tensors(tmp_path, lambda tensors: tensors.pop(f"model.{name}"))
     with pytest.raises(MissingTensorsError, match=f"missing (model.)?{name}"):
         head.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("architectures", [[1], "LlamaForCausalLM", ["LlamaForCausalLM", None], {"a": 1}])
+def test_architectures_are_a_list_of_names(architectures: Any, tmp_path: Path) -> None:
+    save_packed(write_hf_directory(tmp_path / "dense"), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": architectures}))
+    with pytest.raises(FormatError, match=r"architectures .*, expected a list of names of classes"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
 
 
 def test_only_what_is_new_is_started(tmp_path: Path) -> None:

@@ -19,9 +19,15 @@ from realizar_torch.errors import FormatError
 def saved_model(model: PreTrainedModel) -> PreTrainedModel | None:
     """What ``model.config`` says was saved: ``model`` itself, or one of another class, on meta.
 
-    None where that class is neither one of transformers nor a neighbour of the model's own.
+    None where that class is neither one of transformers nor a neighbour of the model's own. FormatError for
+    a config whose ``architectures`` are no names.
     """
     names = model.config.architectures or [type(model).__name__]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise FormatError(
+            f"config.json has architectures {names!r:.80}, expected a list of names of classes; save the "
+            "model again"
+        )
     if type(model).__name__ in names:
         return model
     places = (sys.modules[type(model).__module__], transformers)
