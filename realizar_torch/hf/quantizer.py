@@ -63,9 +63,10 @@ class RealizarConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_model(cls, model: nn.Module) -> Self:
-        """The entry of a model's packed modules; FormatError if it has none, or activations of both kinds.
+        """The entry of a model's packed modules, which also changes a transformers ``model``: it gets an
+        ``hf_quantizer``, so that its ``save_pretrained`` writes their formats beside the tensors, too.
 
-        From then on ``save_pretrained`` of a transformers model writes their formats beside the tensors, too.
+        FormatError if it has no packed modules, or activations of both kinds.
         """
         modules = {
             name: module

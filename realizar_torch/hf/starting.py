@@ -7,7 +7,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from realizar_torch.nn.layout import PackedModule
-from realizar_torch.nn.linear import QuantizedLinear
 
 
 def hide_blocks(model: PreTrainedModel) -> None:
@@ -32,9 +31,9 @@ def show_blocks(model: PreTrainedModel) -> None:
     del model.initialize_weights
 
 
-def _loaded_floats(module: Any) -> nn.Parameter:
+def _loaded_floats(module: PackedModule) -> nn.Parameter:
     """Without memory, in the shape of the floats."""
-    columns = module.in_features if isinstance(module, QuantizedLinear) else module.embedding_dim
-    floats: Any = nn.Parameter(torch.empty(len(module.weight), columns, device="meta"), requires_grad=False)
+    shape = len(module.weight), module.columns
+    floats: Any = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
     floats._is_hf_initialized = True
     return floats
