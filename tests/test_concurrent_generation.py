@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -14,6 +13,7 @@ import torch
 from random_models import write_random_model
 
 import realizar_torch as rt
+from realizar_torch.errors import BackendUnavailableError
 from realizar_torch.generation.captures import Captures
 
 # the penalty: without it such a model says one token again and again
@@ -86,22 +86,39 @@ def test_the_first_call_of_a_process_may_be_a_graph(device, tmp_path):
 
 def test_one_graph_is_captured_at_a_time(monkeypatch):
     """The beginning of a capture waits for the device, which CUDA forbids during another one."""
-    running, most = 0, 0
+    begun, second, overlapped = [], threading.Event(), []
 
     @contextmanager
     def capturing(*_, **__):
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
+        begun.append(None)
+        if len(begun) == 2:
+            second.set()
         yield
-        running -= 1
+
+    def work():
+        # gives the other thread the time to begin
+        overlapped.append(second.wait(0.3))
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", capturing)
-    captures = [Captures(torch.device("cpu"), "") for _ in range(4)]
-    workers = [threading.Thread(target=one.record, args=(lambda: time.sleep(0.02), None)) for one in captures]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(PATIENCE)
-    assert most == 1 and [one.count for one in captures] == [1] * 4
+    captures = [Captures(torch.device("cpu"), "") for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for recording in [pool.submit(one.record, work, None) for one in captures]:
+            recording.result(PATIENCE)
+    # the second one began after the first one's end
+    assert overlapped == [False, True] and [one.count for one in captures] == [1, 1]
+
+
+def test_what_failed_is_the_cause_of_the_error():
+    captures, error = Captures(torch.device("cpu"), ""), ValueError("no such stream")
+
+    def failing():
+        raise error
+
+    with pytest.raises(BackendUnavailableError, match="ValueError: no such stream") as first:
+        captures.attempt(failing, True)
+    assert first.value.__cause__ is error
+    # later ones know its line only: a traceback keeps the memory of what failed
+    with pytest.raises(BackendUnavailableError, match="ValueError: no such stream") as again:
+        captures.attempt(failing, True)
+    assert again.value.__cause__ is None

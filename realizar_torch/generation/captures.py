@@ -39,7 +39,7 @@ class Captures:
     ) -> torch.cuda.CUDAGraph | None:
         """What ``capture`` returns, which records nothing; None, with one warning, once a capture has failed.
 
-        wanted: True makes that a BackendUnavailableError.
+        wanted: True makes that a BackendUnavailableError, whose cause is what ``capture`` raised.
         """
         if self.fallback is None:
             try:
@@ -50,11 +50,15 @@ class Captures:
                 self.fallback = traceback.format_exception_only(error)[0].splitlines()[0]
                 # the failed capture's memory goes with its pool
                 self.new_pool()
-                if wanted is not True:
-                    warn_caller(f"no CUDA graph, {self._otherwise}: {self.fallback}")
+                if wanted is True:
+                    raise self._failed() from error
+                warn_caller(f"no CUDA graph, {self._otherwise}: {self.fallback}")
         if wanted is True:
-            raise BackendUnavailableError(f"cuda_graph=True, but the capture failed: {self.fallback}")
+            raise self._failed()
         return None
+
+    def _failed(self) -> BackendUnavailableError:
+        return BackendUnavailableError(f"cuda_graph=True, but the capture failed: {self.fallback}")
 
     def record(self, work: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         """A graph of what ``work`` launches, on the current device."""
