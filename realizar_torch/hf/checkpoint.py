@@ -43,7 +43,8 @@ class Header:
         formats: dict[str, str] = {}
         for path in files:
             with safe_open(path, framework="pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                names = file.keys()
+                slices = {name: file.get_slice(name) for name in names}
                 tensors |= {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
                 text = (file.metadata() or {}).get(FORMATS_KEY, "{}")
             try:

@@ -26,9 +26,10 @@ class _Tied(Extended):
             for name, module in self.named_modules(remove_duplicate=False)
             if name in names and isinstance(module, PackedModule)
         }
+        transformers_own: Any = super()
         try:
             unpack(nn.ModuleList(layouts))
-            super().tie_weights(*args, **kwargs)  # type: ignore[misc]
+            transformers_own.tie_weights(*args, **kwargs)
         finally:
             for layout in set(layouts.values()):
                 prepack(nn.ModuleList(module for module, of in layouts.items() if of == layout), layout)
