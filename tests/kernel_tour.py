@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from cases import random_activations, random_blocks
+from ring_shapes import launches_overlap, small_rings
 from torch import Tensor
 
 from realizar_torch import packing, triton_kernels
@@ -84,6 +85,7 @@ def tour(device: torch.device, weights: Sequence[tuple[str, str]] = WEIGHTS) -> 
     for fmt, layout in weights:
         yield from _products(fmt, layout, device)
     yield from _projections(device)
+    yield from _rings(device)
     for normalization in NORMALIZATIONS:
         yield from _norms(normalization, device)
     yield from shared(device)
@@ -140,6 +142,25 @@ def _projections(device: torch.device) -> Iterator[Tensor]:
     yield qkv_int8(*parts, *operands, layouts=layouts)
     parts = _grouped(_activations(MANY, device, columns), columns)
     yield matmul_qkv(*parts, MANY, *operands, layouts=layouts)
+
+
+def _rings(device: torch.device) -> Iterator[Tensor]:
+    """One vector whose launch may overlap with the one before: programs of several tiles each."""
+    if not launches_overlap():
+        return
+    columns, fmts, layouts = 768, ("Q4_K", "Q8_0", "Q5_K"), ("ggml", "planar", "ggml")
+    rows = 2 * ROWS
+    weights = [
+        packing.pack(random_blocks(fmt, rows, columns), fmt, layout).to(device)
+        for fmt, layout in zip(fmts, layouts, strict=True)
+    ]
+    parts = quantize_activations(_activations(1, device, columns), columns)
+    bias, residual = torch.randn(3 * rows, device=device), torch.randn(1, rows, device=device)
+    one = (*parts, weights[0], fmts[0], columns)
+    with small_rings(2):
+        yield matvec_int8(*one, bias[:rows], residual=residual, dependent=True)
+        yield gate_up_int8(*parts, weights[0], weights[0].clone(), fmts[0], columns, dependent=True)
+        yield qkv_int8(*parts, weights, fmts, columns, bias, layouts=layouts, dependent=True)
 
 
 def _norms(normalization: str, device: torch.device) -> Iterator[Tensor]:

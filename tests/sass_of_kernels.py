@@ -1,9 +1,10 @@
 """Compiles the int8 matvecs for Hopper, without a GPU, and prints the instructions of their loops as JSON.
 
-TRITON_INTERPRET=0 python tests/sass_of_kernels.py Q4_K:ggml Q6_K:planar
+TRITON_INTERPRET=0 python tests/sass_of_kernels.py Q4_K:ggml:4096 Q6_K:planar:4096:ring
 """
 
 import collections
+import itertools
 import json
 import re
 import sys
@@ -17,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from realizar_torch import packing
 from realizar_torch.triton_kernels.matvec import matvec_int8
 
-ROWS = 8
+ROWS, MANY_ROWS = 8, 1 << 15
 
 
 class NoDevice:
@@ -45,6 +46,13 @@ def loop_of(sass: str) -> collections.Counter:
     return collections.Counter(found[1] for found in opcodes if found)
 
 
+def steps_of(ptx: str) -> list[str]:
+    """What a ring's loop does first, in turns: waits for copies, barriers, loads and further copies."""
+    steps = re.findall(r"cp\.async\.wait_group \d+|bar\.sync|barrier\.sync|ld\.shared|cp\.async\.cg", ptx)
+    first = next(i for i, step in enumerate(steps) if "wait_group" in step)
+    return [step for step, _ in itertools.groupby(steps[first:])][:4]
+
+
 def main() -> None:
     driver.set_active(NoDevice())
     compiled = []
@@ -54,16 +62,21 @@ def main() -> None:
         compiled.append(run(self, *args, grid=grid, warmup=True, **options))
 
     JITFunction.run = only_compile
-    loops = {}
+    loops, rings = {}, {}
     for name in sys.argv[1:]:
-        fmt, layout, columns = name.split(":")
+        fmt, layout, columns, *ring = name.split(":")
         width = int(columns)
         q = torch.zeros(1, width, dtype=torch.int8)
         scales = torch.zeros(1, width // 32), torch.zeros(1, width // 16)
         weight = packing.pack(random_blocks(fmt, ROWS, width), fmt, layout).clone()
-        matvec_int8(q, *scales, weight, fmt, width, layout=layout)
+        if ring:
+            # nobody reads them, and a program has as many tiles as its ring
+            weight = torch.empty(MANY_ROWS, weight.shape[1], dtype=torch.uint8)
+        matvec_int8(q, *scales, weight, fmt, width, layout=layout, dependent=bool(ring))
         loops[name] = loop_of(compiled[-1].asm["sass"])
-    print(json.dumps(loops))
+        if ring:
+            rings[name] = steps_of(compiled[-1].asm["ptx"])
+    print(json.dumps({"loops": loops, "rings": rings}))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@ from realizar_torch.formats import PACKED_FORMATS
 
 pytest.importorskip("triton")
 
+from realizar_torch.triton_kernels.configs import choose_ring
+
 LOOPS = ["Q4_K:ggml:4096", "Q6_K:planar:4096", "Q8_0:planar:4096", "Q4_0:planar:4096"]
 
 
 def compiled(names: list[str]) -> dict[str, dict[str, int]]:
-    return printed_by("sass_of_kernels.py", *names)
+    return printed_by("sass_of_kernels.py", *names)["loops"]
 
 
 def test_nothing_moves_between_threads_inside_a_loop() -> None:
@@ -23,6 +25,23 @@ def test_nothing_moves_between_threads_inside_a_loop() -> None:
         assert sum(loop.values()) <= 2.5 * 4 * loop["IDP"], (name, sum(loop.values()), loop["IDP"])
         # quants, headers and activations come 16 bytes at a time: one by one they would be twice as many
         assert loop["LDG"] <= 0.8 * loop["IDP"], (name, loop)
+
+
+def test_a_ring_is_filled_by_copies_and_nothing_else_is_read_in_its_loop() -> None:
+    found = printed_by("sass_of_kernels.py", *(f"{name}:ring" for name in (*LOOPS, "Q4_K:ggml:14336")))
+    for name, loop in found["loops"].items():
+        # no loads of activations, no spilled registers
+        assert not loop.keys() & {"LDG", "LDL", "STL"}, (name, loop)
+        assert loop["IDP"] >= 16 and 1 <= loop["LDGSTS"] <= loop["IDP"] / 2, (name, loop)
+        assert sum(loop.values()) <= 2.5 * 4 * loop["IDP"], (name, sum(loop.values()), loop["IDP"])
+    for name, (wait, *steps) in found["rings"].items():
+        fmt, _, columns, _ = name.split(":")
+        ring = choose_ring(fmt, 1 << 15, int(columns))
+        assert ring.stages > 1 and wait == f"cp.async.wait_group {ring.stages - 1}", name
+        # all copies are there for all threads, and read by all before others take their place
+        assert [step.removeprefix("barrier").removeprefix("bar") for step in steps] == [
+            ".sync", "ld.shared", ".sync",
+        ], (name, steps)  # fmt: skip
 
 
 def test_rows_of_one_block_compile_in_every_format() -> None:

@@ -68,6 +68,63 @@ def choose(
 
 
 @dataclass(frozen=True)
+class RingLaunch:
+    """``rows`` weight rows a tile, ``stages`` tiles of a program on their way in a ring of ``bytes``;
+    ``programs`` at once on the device, of ``warps`` warps with ``registers`` a thread."""
+
+    rows: int
+    stages: int
+    warps: int
+    registers: int
+    bytes: int
+    programs: int
+
+
+# multiprocessors of an H100 or H200, and what each of them has
+PROCESSORS, _REGISTERS, SHARED_BYTES = 132, 65536, 228 << 10
+# shared memory of a program without asking for more, and what it takes beside its ring: its own and Triton's
+_STATIC_BYTES, _OTHER_BYTES = 48 << 10, 1280
+# of a ring; of one before attention, and of all those of a multiprocessor, which leave room for attention
+_RING_BYTES, _SMALL_RING_BYTES, _SMALL_RINGS_BYTES = 36 << 10, 18 << 10, 130 << 10
+
+
+def choose_ring(
+    fmt: str,
+    rows: int,
+    in_features: int,
+    weights: int = 1,
+    *,
+    before_attention: bool = False,
+    processors: int = PROCESSORS,
+) -> RingLaunch | None:
+    """The launch shape of an int8 matvec through a ring in shared memory: ``weights`` of ``rows`` ×
+    ``in_features`` done together. None where rows are too long or no whole 16-byte chunks.
+    """
+    spec = get_packed_format(fmt)
+    row_bytes = spec.row_bytes(in_features)
+    warps = max(1, _power_of_two_at_least(spec.blocks(in_features) * units(fmt)) // 32)
+    per_tile = max(1, (4 if warps <= 2 else 2) // weights)
+    # a power of two, and no more than there are rows
+    per_tile = min(per_tile, 1 << max(rows, 1).bit_length() - 1)
+    tile = per_tile * weights * row_bytes
+    while per_tile > 1 and 2 * tile + _OTHER_BYTES > _STATIC_BYTES:
+        per_tile, tile = per_tile // 2, tile // 2
+    if warps > 8 or row_bytes % 16 or 2 * tile + _OTHER_BYTES > _STATIC_BYTES:
+        return None
+    if before_attention:
+        stages, room = max(1, min(3, _SMALL_RING_BYTES // tile)), _SMALL_RINGS_BYTES
+    else:
+        stages, room = max(2, min(3, _RING_BYTES // tile)), SHARED_BYTES
+    programs = max(1, min(room // (stages * tile + _OTHER_BYTES), 24 // warps, 12))
+    if not before_attention:
+        # no more than a program has tiles: the successor finds room sooner
+        stages = max(1, min(stages, -(-rows // (per_tile * programs * processors))))
+    # what a thread may have for all programs to be there at once
+    registers = min(255, _REGISTERS // (32 * warps * programs) // 8 * 8)
+    return RingLaunch(per_tile, stages, warps, registers, stages * tile, programs * processors)
+
+
+@dataclass(frozen=True)
 class MatmulLaunch:
     """16 weight rows for each of ``row_warps`` warps and ``columns`` times eight activation vectors per
     program; ``k_warps`` warps share out K; at most ``registers`` per thread."""
@@ -128,7 +185,7 @@ def choose_attention(lanes: int, itemsize: int, rows: int) -> AttentionLaunch:
     return AttentionLaunch(4, tile, stages, 2, 256 // (4 * tile), merge)
 
 
-def choose_splits(batch: int, kv_heads: int, capacity: int, processors: int = 132) -> int:
+def choose_splits(batch: int, kv_heads: int, capacity: int, processors: int = PROCESSORS) -> int:
     """Programs per (sequence, K/V head): two for every multiprocessor in all, none with less than 64
     positions.
     """

@@ -54,8 +54,9 @@ def _expert_int8_kernel(
     rows = _chosen_rows(weight, row_stride, expert, n_experts, first_row, n_rows, ALIGN, BN)
     x = xq + groups * 4
     total = int8_sums(
-        (rows,), blocks, x, xscale + groups // 2, xsums + groups, FMT, PLANAR, ALIGN, 1, CB, WHOLE, False
-    )
+        (rows,), blocks, x, xscale + groups // 2, xsums + groups, FMT, PLANAR, ALIGN, 1, CB, WHOLE, False,
+        False, "later",
+    )  # fmt: skip
     _store(reduce_rows(total, 0, 1)[0], expert, n_experts, first_row, n_rows, out + choice * n_rows, BN)
 
 

@@ -15,8 +15,21 @@ from realizar_torch.triton_kernels.launch import (
     packed_rows,
     same_device,
 )
-from realizar_torch.triton_kernels.matvec import FLOAT_VECTORS, check_int8, output_tensor
-from realizar_torch.triton_kernels.primitives import cast, release_successor
+from realizar_torch.triton_kernels.matvec import (
+    FLOAT_VECTORS,
+    check_int8,
+    output_tensor,
+    ring_constants,
+    ring_for,
+)
+from realizar_torch.triton_kernels.primitives import cast, release_successor, wait_and_release
+from realizar_torch.triton_kernels.ring import (
+    fill_ring,
+    load_row_vector,
+    next_slot,
+    next_sums,
+    open_ring,
+)
 from realizar_torch.triton_kernels.row_sums import (
     int8_sums,
     reduce_rows,
@@ -70,9 +83,33 @@ def _gate_up_int8_kernel(
     """One program: BN rows of both weights (bytes: see decode.py), out[m, rows] = act(gate) * up."""
     first_row = tl.program_id(0) * BN
     groups = pair_pointers(gate, gate_stride, up, up_stride, first_row, n_rows, ALIGN, BN)
-    total = int8_sums(groups, blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, WHOLE, DEPENDENT)
+    total = int8_sums(
+        groups, blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, WHOLE, DEPENDENT, False, "later"
+    )
     release_successor(DEPENDENT)
     store_products(total, first_row, n_rows, out, M, BN, ACTIVATION)
+
+
+@triton.jit(do_not_specialize=["n_rows", "programs"])
+def _gate_up_ring_kernel(
+    gate, up, n_rows, programs, xq, xscale, xsums, out,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, THREADS: tl.constexpr, BYTES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """As the int8 kernel for one vector: every ``programs``-th tile of R rows of both, see ring.py."""
+    program = tl.program_id(0)
+    weights, ring = (gate, up), open_ring(BYTES)
+    fill_ring(ring, weights, program, programs, n_rows, FMT, BLOCKS, R, EVEN, THREADS, STAGES)
+    wait_and_release("before", True)
+    x = load_row_vector(xq, xscale, xsums, FMT, BLOCKS, THREADS)
+    slot = ring
+    for tile in range(program, tl.cdiv(n_rows, R), programs):
+        total = next_sums(
+            slot, weights, tile, programs, n_rows, x, FMT, PLANAR, BLOCKS, R, EVEN, THREADS, STAGES
+        )
+        slot = next_slot(slot, ring, 2, FMT, BLOCKS, R, STAGES)
+        store_products(total, tile * R, n_rows, out, 1, R, ACTIVATION)
 
 
 @triton.jit
@@ -128,6 +165,17 @@ def gate_up_int8(
     result = output_tensor(out, (q.shape[0], first.rows), out_dtype, device)
     check_activation(activation)
     if result.numel() == 0:
+        return result
+    ring = ring_for([first, second], q.shape[0]) if dependent and launch is None else None
+    if ring is not None:
+        programs = min(triton.cdiv(first.rows, ring.rows), ring.programs)
+        with on_device(device):
+            _gate_up_ring_kernel[(programs,)](
+                gate, up, first.rows, programs, q.view(torch.int32), scale, sums, result,
+                **ring_constants(first, ring), THREADS=32 * ring.warps, BYTES=ring.bytes,
+                ACTIVATION=activation,
+                num_warps=ring.warps, maxnreg=ring.registers, enable_fp_fusion=True, launch_pdl=True,
+            )  # fmt: skip
         return result
     shape = launch or choose(fmt, first.rows, in_features, q.shape[0], "int8", pair=True)
     with on_device(device):

@@ -1,6 +1,7 @@
 """What launchers check before a kernel sees an address: format, shape, dtype, device, alignment, layout."""
 
 import contextlib
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from realizar_torch.errors import FormatError
 from realizar_torch.formats import BlockFormat, get_packed_format
 from realizar_torch.triton_kernels.blocks import GGML_ONLY, alignment
+from realizar_torch.triton_kernels.configs import PROCESSORS, SHARED_BYTES
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("ggml", "planar")
@@ -29,6 +31,11 @@ class PackedRows:
     @property
     def stride(self) -> int:
         return self.data.stride(0)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether each row begins where the one before ends."""
+        return self.rows <= 1 or self.stride == self.fmt.row_bytes(self.in_features)
 
     @property
     def planar(self) -> bool:
@@ -93,6 +100,17 @@ def same_device(*tensors: torch.Tensor | None) -> torch.device:
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Launch on the tensors' own device, not the current one (the interpreter runs on CPU tensors)."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@functools.cache
+def processors_with_rings(device: torch.device) -> int:
+    """Multiprocessors of ``device`` where each has the shared memory of an H100's, else 0; interpreted, an
+    H100's.
+    """
+    if device.type != "cuda":
+        return PROCESSORS
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count if found.shared_memory_per_multiprocessor >= SHARED_BYTES else 0
 
 
 def vector(value: torch.Tensor | None, size: int, name: str) -> torch.Tensor | None:

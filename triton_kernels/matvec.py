@@ -2,23 +2,34 @@
 activations.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from realizar_torch.errors import FormatError
-from realizar_torch.triton_kernels.configs import Launch, choose
+from realizar_torch.triton_kernels.configs import Launch, RingLaunch, choose, choose_ring
 from realizar_torch.triton_kernels.float_sums import float_sums
 from realizar_torch.triton_kernels.launch import (
     FLOAT_DTYPES,
     MAX_ROWS,
+    PackedRows,
     float_rows_of,
     on_device,
     packed_rows,
+    processors_with_rings,
     same_device,
     vector,
 )
-from realizar_torch.triton_kernels.primitives import cast, release_successor
+from realizar_torch.triton_kernels.primitives import cast, release_successor, wait_and_release
+from realizar_torch.triton_kernels.ring import (
+    fill_ring,
+    load_row_vector,
+    next_slot,
+    next_sums,
+    open_ring,
+)
 from realizar_torch.triton_kernels.row_sums import (
     int8_sums,
     reduce_rows,
@@ -61,10 +72,46 @@ def _matvec_int8_kernel(
     first_row = tl.program_id(0) * BN
     rows = row_pointers(weight, row_stride, first_row, n_rows, ALIGN, BN)
     total = int8_sums(
-        (rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, WHOLE, DEPENDENT, AHEAD, EARLY=True
+        (rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, WHOLE, DEPENDENT, AHEAD, "before"
     )
     sums = reduce_rows(total, 0, M)
     store_rows(sums, first_row, BN, n_rows, out, out_stride, bias, residual, M, HAS_BIAS, HAS_RESIDUAL)
+
+
+@triton.jit(do_not_specialize=["n_rows", "programs"])
+def _matvec_ring_kernel(
+    weight, n_rows, programs, xq, xscale, xsums, out, bias, residual,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, THREADS: tl.constexpr, BYTES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """As the int8 kernel for one vector: every ``programs``-th tile of R rows, see ring.py."""
+    rows_through_ring(
+        open_ring(BYTES), weight, n_rows, tl.program_id(0), programs, xq, xscale, xsums, out, bias, residual,
+        FMT, PLANAR, BLOCKS, R, EVEN, STAGES, THREADS, HAS_BIAS, HAS_RESIDUAL, "before",
+    )  # fmt: skip
+
+
+@triton.jit
+def rows_through_ring(
+    ring, weight, n_rows, program, programs, xq, xscale, xsums, out, bias, residual,
+    FMT: tl.constexpr, PLANAR: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, THREADS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RELEASE: tl.constexpr,
+):  # fmt: skip
+    """What program ``program`` of ``programs`` does for one weight."""
+    weights = (weight,)
+    fill_ring(ring, weights, program, programs, n_rows, FMT, BLOCKS, R, EVEN, THREADS, STAGES)
+    wait_and_release(RELEASE, True)
+    x = load_row_vector(xq, xscale, xsums, FMT, BLOCKS, THREADS)
+    slot = ring
+    for tile in range(program, tl.cdiv(n_rows, R), programs):
+        total = next_sums(
+            slot, weights, tile, programs, n_rows, x, FMT, PLANAR, BLOCKS, R, EVEN, THREADS, STAGES
+        )
+        slot = next_slot(slot, ring, 1, FMT, BLOCKS, R, STAGES)
+        sums = reduce_rows(total, 0, 1)
+        store_rows(sums, tile * R, R, n_rows, out, n_rows, bias, residual, 1, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit
@@ -174,6 +221,17 @@ def matvec_int8(
         return result
     bias = vector(bias, packed.rows, "bias")
     residual = residual_of(residual, result)
+    ring = ring_for([packed], q.shape[0]) if dependent and launch is None else None
+    if ring is not None:
+        programs = min(triton.cdiv(packed.rows, ring.rows), ring.programs)
+        with on_device(device):
+            _matvec_ring_kernel[(programs,)](
+                packed.data, packed.rows, programs, q.view(torch.int32), scale, sums, result, bias, residual,
+                **ring_constants(packed, ring), THREADS=32 * ring.warps, BYTES=ring.bytes,
+                HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+                num_warps=ring.warps, maxnreg=ring.registers, enable_fp_fusion=True, launch_pdl=True,
+            )  # fmt: skip
+        return result
     shape = launch or choose(fmt, packed.rows, in_features, q.shape[0], "int8")
     with on_device(device):
         _matvec_int8_kernel[(triton.cdiv(packed.rows, shape.rows),)](
@@ -186,6 +244,30 @@ def matvec_int8(
             DEPENDENT=dependent, num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result
+
+
+def ring_for(
+    weights: Sequence[PackedRows], batch: int, *, before_attention: bool = False
+) -> RingLaunch | None:
+    """The launch shape of weights that are done together, through a ring; None where that cannot be."""
+    first = weights[0]
+    processors = processors_with_rings(first.data.device)
+    if batch != 1 or not processors or any(item.align < 16 or not item.contiguous for item in weights):
+        return None
+    shape = (first.fmt.name, first.rows, first.in_features, len(weights))
+    return choose_ring(*shape, before_attention=before_attention, processors=processors)
+
+
+def ring_constants(packed: PackedRows, ring: RingLaunch) -> dict[str, object]:
+    """What a kernel with a ring is compiled for."""
+    return {
+        "FMT": packed.fmt.name,
+        "PLANAR": packed.planar,
+        "BLOCKS": packed.blocks,
+        "R": ring.rows,
+        "EVEN": packed.rows % ring.rows == 0,
+        "STAGES": ring.stages,
+    }
 
 
 def check_int8(

@@ -1,10 +1,12 @@
-"""Loads at any alignment and the 4-byte dot product, the only places where kernels touch raw memory width or
-PTX.
+"""Loads at any alignment, the 4-byte dot product and launches that overlap: beside shared_memory.py the only
+place where kernels touch raw memory width or PTX.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from realizar_torch.triton_kernels.shared_memory import shared_half, shared_word, shared_words
 
 # The interpreter has no PTX: every inline-assembly piece below has a twin in plain Triton.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -16,8 +18,14 @@ def load_words(row, offset, mask, ALIGN: tl.constexpr):
     ``[rows, lanes, 4]``.
 
     ALIGN is a power of two that divides every address: one 16-byte load at 16, four- or two-byte loads below.
+    A row is a pointer, or an address in shared memory, of which nothing is masked; so it is in ``load_word``
+    and ``load_half``.
     """
-    if ALIGN == 16:
+    if not row.dtype.is_ptr():
+        tl.static_assert(mask is None)
+        word0, word1, word2, word3 = shared_words(row + offset)
+        result = _in_order(word0, word1, word2, word3)
+    elif ALIGN == 16:
         words = tl.expand_dims(row.to(tl.pointer_type(tl.int32)) + offset // 4, -1) + tl.arange(0, 4)
         # what ALIGN says, in the compiler's terms; for the 2 see load_scalar
         words = tl.multiple_of(tl.max_contiguous(words, [1, 2, 4]), [1, 1, 16])
@@ -30,15 +38,24 @@ def load_words(row, offset, mask, ALIGN: tl.constexpr):
         word1 = load_word(row, offset + 4, mask, ALIGN)
         word2 = load_word(row, offset + 8, mask, ALIGN)
         word3 = load_word(row, offset + 12, mask, ALIGN)
-        pairs = tl.join(tl.join(word0, word2), tl.join(word1, word3))
-        result = tl.reshape(pairs, [word0.shape[0], word0.shape[1], 4])
+        result = _in_order(word0, word1, word2, word3)
     return result
+
+
+@triton.jit
+def _in_order(word0, word1, word2, word3):
+    """Four ``[rows, lanes]`` → ``[rows, lanes, 4]``."""
+    pairs = tl.join(tl.join(word0, word2), tl.join(word1, word3))
+    return tl.reshape(pairs, [word0.shape[0], word0.shape[1], 4])
 
 
 @triton.jit
 def load_word(row, offset, mask, ALIGN: tl.constexpr):
     """One little-endian 32-bit word, ``offset`` bytes into each row, as int32."""
-    if ALIGN >= 4:
+    if not row.dtype.is_ptr():
+        tl.static_assert(mask is None)
+        result = shared_word(row + offset)
+    elif ALIGN >= 4:
         result = load_scalar(row.to(tl.pointer_type(tl.int32)), offset // 4, mask)
     else:
         halves = row.to(tl.pointer_type(tl.uint16))
@@ -51,7 +68,12 @@ def load_word(row, offset, mask, ALIGN: tl.constexpr):
 @triton.jit
 def load_half(row, offset, mask):
     """The fp16 value, ``offset`` (even) bytes into each row."""
-    return load_scalar(row.to(tl.pointer_type(tl.float16)), offset // 2, mask)
+    if not row.dtype.is_ptr():
+        tl.static_assert(mask is None)
+        result = shared_half(row + offset)
+    else:
+        result = load_scalar(row.to(tl.pointer_type(tl.float16)), offset // 2, mask)
+    return result
 
 
 @triton.jit
@@ -146,9 +168,25 @@ def cast(value, DTYPE: tl.constexpr):
 
 @triton.jit
 def wait_for_predecessor(DEPENDENT: tl.constexpr):
-    """Return when the stream's previous kernel has finished: only then may what it wrote be read."""
-    if DEPENDENT:
+    """Return when the stream's previous kernel has finished, and with it all before: only then may what they
+    wrote be read.
+
+    That holds as long as at least one program of every overlapping launch waits.
+    """
+    if DEPENDENT and not INTERPRETED:
         gdc_wait()
+
+
+@triton.jit
+def wait_and_release(RELEASE: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Wait for the predecessor. The successor may start "before" that; or "after", when all that ran before
+    this launch has ended, so that the successor may look at it; or "later".
+    """
+    if RELEASE == "before":
+        release_successor(DEPENDENT)
+    wait_for_predecessor(DEPENDENT)
+    if RELEASE == "after":
+        release_successor(DEPENDENT)
 
 
 @triton.jit
@@ -167,7 +205,7 @@ def release_successor(DEPENDENT: tl.constexpr):
     """Let the next kernel of the stream start (its programs wait for this grid to finish before they read
     from it).
     """
-    if DEPENDENT:
+    if DEPENDENT and not INTERPRETED:
         gdc_launch_dependents()
 
 

@@ -9,9 +9,17 @@ import triton
 import triton.language as tl
 
 from realizar_torch.errors import FormatError
-from realizar_torch.triton_kernels.configs import Launch, choose
+from realizar_torch.triton_kernels.configs import Launch, RingLaunch, choose
 from realizar_torch.triton_kernels.launch import PackedRows, on_device, packed_rows, same_device, vector
-from realizar_torch.triton_kernels.matvec import check_int8, output_tensor, store_rows
+from realizar_torch.triton_kernels.matvec import (
+    check_int8,
+    output_tensor,
+    ring_constants,
+    ring_for,
+    rows_through_ring,
+    store_rows,
+)
+from realizar_torch.triton_kernels.ring import open_ring
 from realizar_torch.triton_kernels.row_sums import int8_sums, reduce_rows, row_pointers
 
 
@@ -24,7 +32,7 @@ def _rows_of_one(
 ):  # fmt: skip
     rows = row_pointers(weight, row_stride, first_row, n_rows, ALIGN, BN)
     total = int8_sums(
-        (rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, EVEN, DEPENDENT, EARLY=True
+        (rows,), blocks, xq, xscale, xsums, FMT, PLANAR, ALIGN, M, CB, EVEN, DEPENDENT, False, "after"
     )
     sums = reduce_rows(total, 0, M)
     store_rows(sums, first_row, BN, n_rows, out, out_stride, bias, bias, M, HAS_BIAS, False)
@@ -70,6 +78,42 @@ def _qkv_int8_kernel(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["rows0", "programs0", "rows1", "programs1", "rows2", "programs2"])
+def _qkv_ring_kernel(
+    w0, rows0, programs0, w1, rows1, programs1, w2, rows2, programs2, xq, xscale, xsums, out, bias,
+    FMT0: tl.constexpr, PLANAR0: tl.constexpr, BLOCKS0: tl.constexpr, R0: tl.constexpr, EVEN0: tl.constexpr,
+    STAGES0: tl.constexpr,
+    FMT1: tl.constexpr, PLANAR1: tl.constexpr, BLOCKS1: tl.constexpr, R1: tl.constexpr, EVEN1: tl.constexpr,
+    STAGES1: tl.constexpr,
+    FMT2: tl.constexpr, PLANAR2: tl.constexpr, BLOCKS2: tl.constexpr, R2: tl.constexpr, EVEN2: tl.constexpr,
+    STAGES2: tl.constexpr,
+    THREADS: tl.constexpr, BYTES: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """As the int8 kernel for one vector: ``programs0`` programs share the rows of w0, and so on.
+
+    Attention may look at what earlier launches have written before it waits for this one.
+    """
+    pid = tl.program_id(0)
+    ring = open_ring(BYTES)
+    if pid < programs0:
+        rows_through_ring(
+            ring, w0, rows0, pid, programs0, xq, xscale, xsums, out, bias, bias,
+            FMT0, PLANAR0, BLOCKS0, R0, EVEN0, STAGES0, THREADS, HAS_BIAS, False, "after",
+        )  # fmt: skip
+    elif pid < programs0 + programs1:
+        rows_through_ring(
+            ring, w1, rows1, pid - programs0, programs1, xq, xscale, xsums, out + rows0,
+            bias + rows0 if HAS_BIAS else bias, bias,
+            FMT1, PLANAR1, BLOCKS1, R1, EVEN1, STAGES1, THREADS, HAS_BIAS, False, "after",
+        )  # fmt: skip
+    else:
+        rows_through_ring(
+            ring, w2, rows2, pid - programs0 - programs1, programs2, xq, xscale, xsums, out + rows0 + rows1,
+            bias + rows0 + rows1 if HAS_BIAS else bias, bias,
+            FMT2, PLANAR2, BLOCKS2, R2, EVEN2, STAGES2, THREADS, HAS_BIAS, False, "after",
+        )  # fmt: skip
+
+
 def qkv_int8(
     q: torch.Tensor,
     scale: torch.Tensor,
@@ -104,6 +148,12 @@ def qkv_int8(
     if result.numel() == 0:
         return result
     bias = vector(bias, total, "bias")
+    if dependent and launches is None:
+        rings = [ring_for([item], q.shape[0], before_attention=True) for item in packed]
+        if None not in rings:
+            with on_device(device):
+                _through_rings(packed, rings, q, scale, sums, result, bias)
+            return result
     shapes = launches or [
         choose(item.fmt.name, item.rows, in_features, q.shape[0], "int8", several=True) for item in packed
     ]
@@ -121,6 +171,36 @@ def qkv_int8(
             num_warps=warps, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result
+
+
+def _through_rings(
+    packed: Sequence[PackedRows],
+    rings: Sequence[RingLaunch],
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    sums: torch.Tensor,
+    result: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    """All weights in one launch, whose programs have as many tiles each."""
+    tiles = [triton.cdiv(item.rows, ring.rows) for item, ring in zip(packed, rings, strict=True)]
+    room = max(3, min(ring.programs for ring in rings))
+    rounds = triton.cdiv(sum(tiles), room)
+    while sum(triton.cdiv(count, rounds) for count in tiles) > room:
+        rounds += 1
+    programs = [triton.cdiv(count, rounds) for count in tiles]
+    arguments: list[object] = []
+    constants: dict[str, object] = {}
+    for i, (item, ring, count) in enumerate(zip(packed, rings, programs, strict=True)):
+        arguments += [item.data, item.rows, count]
+        constants |= {f"{name}{i}": value for name, value in ring_constants(item, ring).items()}
+    warps = max(ring.warps for ring in rings)
+    _qkv_ring_kernel[(sum(programs),)](
+        *arguments, q.view(torch.int32), scale, sums, result, bias,
+        **constants, THREADS=32 * warps, BYTES=max(ring.bytes for ring in rings),
+        HAS_BIAS=bias is not None, num_warps=warps, maxnreg=min(ring.registers for ring in rings),
+        enable_fp_fusion=True, launch_pdl=True,
+    )  # fmt: skip
 
 
 def _constants(index: int, item: PackedRows, shape: Launch, warps: int) -> dict[str, object]:

@@ -26,9 +26,8 @@ from realizar_torch.triton_kernels.primitives import (
     dp4a,
     keep_loads_ahead,
     load_scalar,
-    release_successor,
     split_words,
-    wait_for_predecessor,
+    wait_and_release,
 )
 
 
@@ -198,23 +197,18 @@ def add_tile(
 def int8_sums(
     groups, blocks, xq, xscale, xsums,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, CB: tl.constexpr,
-    WHOLE: tl.constexpr, DEPENDENT: tl.constexpr, AHEAD: tl.constexpr = False, EARLY: tl.constexpr = False,
+    WHOLE: tl.constexpr, DEPENDENT: tl.constexpr, AHEAD: tl.constexpr, RELEASE: tl.constexpr,
 ):  # fmt: skip
     """rows · dequantized int8 activations, not summed over lanes: groups × M tensors ``[BN, lanes]`` fp32.
 
     The first tile of weights is on its way before the activations' producer has finished (DEPENDENT). AHEAD:
-    so is the next tile before one is multiplied. EARLY: the successor may start as soon as that producer has
-    finished, to fetch its own first tiles; behind many more programs than fit at once it would take their
-    places.
+    so is the next tile before one is multiplied. RELEASE: see ``wait_and_release``.
     """
     raw = load_tile(groups, 0, blocks, FMT, PLANAR, ALIGN, CB, WHOLE)
-    if DEPENDENT:
-        # a barrier of its own
-        wait_for_predecessor(DEPENDENT)
-    else:
+    wait_and_release(RELEASE, DEPENDENT)
+    if not DEPENDENT:
+        # waiting is a barrier of its own
         keep_loads_ahead()
-    if EARLY:
-        release_successor(DEPENDENT)
     total = zeros(len(groups) * M, groups[0].shape[0], CB * units(FMT))
     if AHEAD:
         last = 0
