@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from realizar_torch.errors import CacheFullError, FormatError
+from realizar_torch.ops.checks import check_callable
 
 # the logits of 256 positions of a 262k vocabulary are 270 MB already: no second tensor of that size
 _SLICE = 64
@@ -50,6 +51,7 @@ def perplexity(
 
     Raises FormatError for a text shorter than asked for and CacheFullError for a context beyond the model's.
     """
+    check_callable("progress", progress)
     if context < 4:
         raise FormatError(f"context is {context}; expected at least 4 tokens")
     longest = model.config.context_length

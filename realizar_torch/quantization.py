@@ -18,7 +18,7 @@ from realizar_torch.nn.experts import DenseExperts, QuantizedExperts
 from realizar_torch.nn.layout import PackedModule
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.nn.weight_readers import leave_fast_paths, weight_readers
-from realizar_torch.ops.checks import ACTIVATIONS, FLOATS, check_choice
+from realizar_torch.ops.checks import ACTIVATIONS, FLOATS, check_callable, check_choice
 
 DEFAULT_EXCLUDE = ("lm_head",)
 _KINDS = (nn.Linear, nn.Embedding, DenseExperts)
@@ -98,6 +98,7 @@ def quantize_model(
     it is met: the weights before it are packed then.
     """
     check_choice("activations", activations, ACTIVATIONS)
+    check_callable("progress", progress)
     groups = _weights(model)
     names = [name for group in groups for name in group.names]
     if not names:

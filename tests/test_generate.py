@@ -231,6 +231,13 @@ def test_streamer_gets_prompt_tokens_and_the_end_even_after_an_error(model):
     assert streamer.ended == 2
 
 
+@pytest.mark.parametrize("streamer", [5, print, SimpleNamespace(put=print)])
+def test_what_is_no_streamer_is_refused_before_any_step(model, streamer):
+    with pytest.raises(FormatError, match=r"streamer is .* put"):
+        generate_ids(model, prompt(4, 5), max_new_tokens=9, streamer=streamer)
+    assert model.prefills == 0
+
+
 def test_transformers_own_streamer_prints_the_text(model, capsys):
     from transformers import TextStreamer
 

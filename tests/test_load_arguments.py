@@ -35,6 +35,15 @@ def test_config_that_cannot_be_meant_is_refused(directory, config, words):
         rt.load(directory, config=config)
 
 
+def test_progress_that_cannot_be_called_is_refused_before_anything_is_read(tmp_path):
+    with pytest.raises(rt.FormatError, match="progress is 5; expected a function"):
+        rt.load(tmp_path / "not there", progress=5)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256))
+    with pytest.raises(rt.FormatError, match="progress is 5; expected a function"):
+        rt.quantize_model(model, "Q4_K", progress=5)
+    assert isinstance(model[0], torch.nn.Linear)
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_a_padded_vocabulary_generates_to_the_end(tmp_path, own):
     """A head that prefers ids for which tokenizer.json has no token."""

@@ -24,7 +24,7 @@ from realizar_torch.models.saved_format import Origin
 from realizar_torch.models.sources import open_source, open_tokenizer
 from realizar_torch.models.transformer import Transformer
 from realizar_torch.nn.kv_cache import CACHE_DTYPES
-from realizar_torch.ops.checks import ACTIVATIONS, FLOATS, check_choice
+from realizar_torch.ops.checks import ACTIVATIONS, FLOATS, check_callable, check_choice
 from realizar_torch.surgery import prepack
 
 DEFAULT_MAX_SEQ_LEN = 4096
@@ -84,6 +84,7 @@ def load(
     any weight is read.
     """
     check_choice("activations", activations, ACTIVATIONS)
+    check_callable("progress", progress)
     target = _usable_device(device)
     number_type = _float_type(dtype, target)
     cache_type = _cache_type(kv_dtype)

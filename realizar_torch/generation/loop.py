@@ -7,7 +7,7 @@ from typing import Any, Protocol, Unpack
 
 import torch
 
-from realizar_torch.errors import RealizarError
+from realizar_torch.errors import FormatError, RealizarError
 from realizar_torch.generation.options import Options, check_keywords
 from realizar_torch.generation.request import Request, make_request
 from realizar_torch.generation.sampling import new_seeds, sample, uniforms
@@ -218,6 +218,9 @@ def generate_ids(
     compute; RealizarError, naming the step, when logits are NaN.
     """
     check_keywords("generate", options)
+    for method in () if streamer is None else ("put", "end"):
+        if not callable(getattr(streamer, method, None)):
+            raise FormatError(f"streamer is {streamer!r:.80}; expected an object with put(tokens) and end()")
     request = make_request(model, input_ids, attention_mask, tokenizer=tokenizer, **options)
     columns = []
     try:

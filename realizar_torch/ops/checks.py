@@ -108,6 +108,12 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise FormatError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}")
 
 
+def check_callable(name: str, value: object) -> None:
+    """FormatError unless ``value`` can be called, or is None."""
+    if value is not None and not callable(value):
+        raise FormatError(f"{name} is {value!r:.80}; expected a function, or None")
+
+
 def check_devices(**tensors: torch.Tensor | None) -> None:
     """All tensors on one device; the message names two that are not."""
     present = [(name, tensor.device) for name, tensor in tensors.items() if tensor is not None]
