@@ -65,7 +65,9 @@ def test_a_poisoned_neighbour_and_a_very_long_prompt_change_no_other_row(folder,
     model = load(folder, device)
     numbers = range(4, 12)
     expected = run(model, numbers, device, BATCH)
-    poison = 251
+    # a token that no row chooses, whatever the CPU
+    chosen = {token for tokens, _ in expected.values() for token in tokens}
+    poison = max(set(range(5, 252)) - chosen)
     assert model.lm_head is not model.embed_tokens
     rt.unpack(model)
     weight = model.embed_tokens.weight
