@@ -10,7 +10,9 @@ import pytest
 
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "bench" / "examples").glob("*.py"))
 SHOWN = {
-    "batch_job": r"France +eos +[^\n]*Paris.*10 answers, \d+ tokens.*refused: prompt of 200",
+    # greedy answers that lead by 2 and more, where int8 is off by 0.4 rms: that of France leads by 0.1
+    "batch_job": r"(?=.*Japan +\w+ +'The capital of Japan is Tokyo)"
+    r"(?=.*Egypt +\w+ +'The capital of Egypt is Cairo).*10 answers, \d+ tokens.*refused: prompt of 200",
     "drop_in": r"dense:  accuracy (0\.9|1\.0).*packed: accuracy (0\.9|1\.0).*bfloat16: accuracy (0\.9|1\.0)",
     "compile": r"batch 33: [^\n]* eager (0\.0e\+00|\d\.\de-0[5-9])\n1 graph",
     "hf_generate": r"in 9\d MB.*fmt=Q4_1.*Paris.*logits equal: True",
