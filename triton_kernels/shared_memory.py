@@ -15,7 +15,7 @@ def _declaration(nbytes):
 
 @triton.jit
 def shared_memory(BYTES: tl.constexpr):
-    """The address of an array of BYTES, at most 48 KB, in a program's shared memory."""
+    """The address of an array of BYTES in a program's shared memory, at most 48 KB with what Triton keeps."""
     return tl.inline_asm_elementwise(_declaration(BYTES), "=r", [], tl.int32, False, 1)
 
 
