@@ -42,6 +42,14 @@ class PackedRows:
         return self.layout == "planar"
 
 
+def require_layout(fmt: str, layout: str) -> None:
+    """FormatError for a layout that no kernel reads."""
+    if layout not in LAYOUTS or (layout == "planar" and fmt in GGML_ONLY):
+        raise FormatError(
+            f"{fmt} has no layout {layout!r} on CUDA; call rt.unpack, or pack it with layout='auto'"
+        )
+
+
 def packed_rows(weight: torch.Tensor, fmt: str, in_features: int, layout: str = "ggml") -> PackedRows:
     """``weight`` (uint8 ``[rows, row_bytes]``, rows may be strided) as kernel arguments.
 
@@ -49,10 +57,7 @@ def packed_rows(weight: torch.Tensor, fmt: str, in_features: int, layout: str = 
     row apart, a base pointer or row stride that is odd, an unknown layout.
     """
     found = get_packed_format(fmt)
-    if layout not in LAYOUTS or (layout == "planar" and fmt in GGML_ONLY):
-        raise FormatError(
-            f"{fmt} has no layout {layout!r} on CUDA; call rt.unpack, or pack it with layout='auto'"
-        )
+    require_layout(fmt, layout)
     if weight.dtype != torch.uint8 or weight.dim() != 2:
         raise FormatError(f"weight is {weight.dtype} {tuple(weight.shape)}; expected uint8 (rows, row_bytes)")
     if in_features < 1 or weight.shape[1] != found.row_bytes(in_features):

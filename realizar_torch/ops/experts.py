@@ -115,7 +115,12 @@ def expert_linear_transposed(
 ) -> Tensor:
     """``grad [..., used, N]`` times the weight of each row's expert → [..., used, in_features]."""
     checks.check_expert_transposed(grad, experts, weight, fmt, in_features, layout)
-    if not grad.is_cuda:
+    if grad.is_cuda:
+        from realizar_torch.triton_kernels.launch import require_layout
+
+        # no kernel is launched where no row chose an expert
+        require_layout(fmt, layout)
+    else:
         bodies.require_canonical(layout, grad.device)
     ids, rows = experts.reshape(-1), grad.reshape(-1, grad.shape[-1])
     order, spans = by_expert(ids, weight.shape[0])
