@@ -42,6 +42,8 @@ class TableStep:
 
 def put_table_in_place_of_the_step(monkeypatch):
     """DecodeGraph without a GPU: ``TableStep`` steps, events that nobody waits for."""
+    if torch.cuda.is_available():
+        pytest.skip("compiled kernels cannot read the table's tensors")
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
