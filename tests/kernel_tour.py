@@ -87,14 +87,14 @@ def tour(device: torch.device, weights: Sequence[tuple[str, str]] = WEIGHTS) -> 
     yield from _projections(device)
     yield from _rings(device)
     for normalization in NORMALIZATIONS:
-        yield from _norms(normalization, device)
+        yield from norms(normalization, device)
     yield from shared(device)
 
 
 def shared(device: torch.device) -> Iterator[Tensor]:
     """Of the kernels whose programs share memory: partial sums, or heads of one row."""
     for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn):
-        yield from _attention(dtype, device)
+        yield from attention(dtype, device)
     yield from _tokens(device)
 
 
@@ -163,7 +163,7 @@ def _rings(device: torch.device) -> Iterator[Tensor]:
         yield qkv_int8(*parts, weights, fmts, columns, bias, layouts=layouts, dependent=True)
 
 
-def _norms(normalization: str, device: torch.device) -> Iterator[Tensor]:
+def norms(normalization: str, device: torch.device) -> Iterator[Tensor]:
     """Residual sum and norm, as floats, int8 and grouped fp16, of rows and heads; activations alone."""
     x, residual = (torch.randn(MANY, COLUMNS, device=device) for _ in range(2))
     gain, shift = torch.rand(COLUMNS, device=device), torch.randn(COLUMNS, device=device)
@@ -183,7 +183,7 @@ def _norms(normalization: str, device: torch.device) -> Iterator[Tensor]:
         yield gated(x, torch.full_like(x[:, ::2], torch.nan).contiguous(), activation=activation)
 
 
-def _attention(dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+def attention(dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
     """Decode and prompt attention up to the cache's last position, with heads that fill no power of two."""
     for dim, window in ((10, 0), (24, 0), (64, 33)):
         caches, scales = _caches(dtype, dim, device)

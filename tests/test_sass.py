@@ -48,3 +48,9 @@ def test_rows_of_one_block_compile_in_every_format() -> None:
     # one lane: the compiler once refused a hint that it had moved to a scalar
     names = [f"{fmt.name}:ggml:{fmt.block_size}" for fmt in PACKED_FORMATS]
     assert compiled(names).keys() == set(names)
+
+
+def test_lanes_that_add_products_to_each_other_hold_one_sum() -> None:
+    found = printed_by("fused_sums.py")
+    assert {"attention_kernel", "_heads_kernel", "_norm_heads_kernel"} <= found.keys()
+    assert not any(found.values()), found

@@ -11,9 +11,10 @@ from realizar_torch.triton_kernels.primitives import (
     cast,
     prefetch_l2,
     release_successor,
+    rounded_product,
     wait_for_predecessor,
 )
-from realizar_torch.triton_kernels.rope import rotated_head, rotated_heads
+from realizar_torch.triton_kernels.rope import rotated_heads
 
 # bytes that a load brings to the L2 cache at once
 LINE = tl.constexpr(128)
@@ -132,8 +133,11 @@ def attention_kernel(
         own = tl.full([P], 0.0, tl.float32)
         fresh = tl.zeros([1, LANES], tl.float32)
         if split == runs - 1:
-            key_head = heads + (GROUP * KV_HEADS + kv_head) * D
-            k = rotated_head(key_head, turn, cos, sin, k_norm, eps, D, ROTARY, LANES, HAS_NORM, ZERO_CENTERED)
+            one = tl.zeros([1, 1], tl.int32)
+            key_head = heads + ((GROUP * KV_HEADS + kv_head) * D + one)
+            k = rotated_heads(
+                key_head, one == 0, turn, cos, sin, k_norm, eps, D, ROTARY, LANES, HAS_NORM, ZERO_CENTERED
+            )
             v = tl.load(key_head + KV_HEADS * D + lane[None, :], mask=present[None, :], other=0)
             k, k_scale, k_seen = packed_row(k, k_cache.dtype.element_ty)
             v, v_scale, fresh = packed_row(v.to(tl.float32), v_cache.dtype.element_ty)
@@ -145,7 +149,7 @@ def attention_kernel(
                 at = scales + place + tl.arange(0, 1)
                 tl.store(k_scales + at, k_scale, mask=at < tl.where(known, at + 1, 0))
                 tl.store(v_scales + at, v_scale, mask=at < tl.where(known, at + 1, 0))
-            score = tl.sum(query.to(tl.float32) * k_seen, 1) * scale
+            score = tl.sum(rounded_product(query.to(tl.float32), k_seen), 1) * scale
             score = tl.where(known, squash(score, softcap, HAS_SOFTCAP), float("nan"))
             top = tl.maximum(top, score)
             own = tl.exp2(score - top)

@@ -7,7 +7,12 @@ import triton.language as tl
 from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.configs import choose_norm_warps
 from realizar_torch.triton_kernels.launch import FLOAT_DTYPES, on_device, same_device
-from realizar_torch.triton_kernels.primitives import cast, release_successor, wait_for_predecessor
+from realizar_torch.triton_kernels.primitives import (
+    cast,
+    release_successor,
+    rounded_product,
+    wait_for_predecessor,
+)
 from realizar_torch.triton_kernels.quantize import NORMALIZATIONS
 
 
@@ -29,7 +34,7 @@ def _norm_heads_kernel(
     values = tl.load(place, mask=inside, other=0).to(tl.float32)
     if NORM == "layernorm":
         values = tl.where(inside, values - tl.sum(values) / size, 0.0)
-    variance = tl.sum(values * values) / size
+    variance = tl.sum(rounded_product(values, values)) / size
     gain = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
     if ZERO_CENTERED:
         gain = gain + 1.0

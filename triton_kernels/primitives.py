@@ -167,6 +167,16 @@ def cast(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def rounded_product(a, b):
+    """a * b, rounded before anything is added to it.
+
+    In a sum over the lanes of a warp each lane adds its neighbour's product to its own. A compiler that fuses
+    this addition with the lane's own product gives the lanes different sums, of which any may be stored.
+    """
+    return tl.fma(a, b, 0.0)
+
+
+@triton.jit
 def wait_for_predecessor(DEPENDENT: tl.constexpr):
     """Return when the stream's previous kernel has finished, and with it all before: only then may what they
     wrote be read.

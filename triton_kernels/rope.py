@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from realizar_torch.triton_kernels.primitives import rounded_product
+
 
 @triton.jit
 def rotated_heads(
@@ -36,31 +38,10 @@ def rotated_heads(
         if ROTARY > 0:
             theirs = tl.load(gain + partner, mask=turns, other=0).to(tl.float32)
             other *= theirs + 1.0 if ZERO_CENTERED else theirs
-        scale = 1.0 / tl.sqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+        scale = 1.0 / tl.sqrt(tl.sum(rounded_product(value, value), 1) / D + eps)[:, None]
         value *= scale * (own + 1.0 if ZERO_CENTERED else own)
         if ROTARY > 0:
             other *= scale
     if ROTARY > 0:
         value = value * c + other
-    return value
-
-
-@triton.jit
-def rotated_head(
-    head, turn, cos, sin, gain, eps,
-    D: tl.constexpr, ROTARY: tl.constexpr, LANES: tl.constexpr,
-    HAS_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-):  # fmt: skip
-    """As ``rotated_heads`` for the one head that the pointer ``head`` names: fp32 ``[1, LANES]``.
-
-    Empty rows make an element for every thread of four warps: warps with copies of the row would write one
-    and the same sum to one address.
-    """
-    ROWS: tl.constexpr = 128 // LANES if HAS_NORM and LANES < 128 else 1
-    row = tl.arange(0, ROWS)[:, None]
-    value = rotated_heads(
-        head + 0 * row, row == 0, turn, cos, sin, gain, eps, D, ROTARY, LANES, HAS_NORM, ZERO_CENTERED
-    )
-    if ROWS > 1:
-        value = tl.sum(tl.where(row == 0, value, 0.0), 0)[None, :]
     return value
