@@ -19,6 +19,7 @@ from tiny_models import write_tiny_llama
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.checkpoint.tokenizer import Tokenizer
 from realizar_torch.cli import answer
+from realizar_torch.errors import FormatError
 
 PROMPT = "the cat is in the"
 
@@ -307,6 +308,24 @@ def test_chat_goes_on_after_an_interrupt(run, tiny, monkeypatch):
     alone = json.loads(run("chat", *exact(tiny, "--temperature", 0, "-n", 3, "--json"))[1])
     assert alone["token_ids"] == records[1]["token_ids"]
     assert alone["metrics"]["prompt_tokens"] == records[1]["metrics"]["prompt_tokens"]
+
+
+def test_an_answer_that_fails_halfway_ends_its_line(run, tiny, monkeypatch):
+    from realizar_torch.generation import loop
+
+    original, calls = loop.decode_step, []
+
+    def failing(model, tokens, state):
+        calls.append(tokens)
+        if len(calls) == 10:
+            raise FormatError("no more")
+        return original(model, tokens, state)
+
+    monkeypatch.setattr(loop, "decode_step", failing)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n"))
+    code, out, err = run("chat", *exact(tiny, "--temperature", 0, "-n", 20))
+    assert code == 0 and re.fullmatch(r"> [^\n]+\n> \n", out)
+    assert err == "error: no more; the message was dropped (/reset starts anew)\n"
 
 
 def test_a_reader_that_leaves_early_is_no_error(tiny):

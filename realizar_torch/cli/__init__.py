@@ -6,14 +6,14 @@ Nothing here imports torch, so that --help and a mistyped option answer at once.
 
 import argparse
 import importlib
-import os
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from realizar_torch import __version__
-from realizar_torch.cli.session import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PROBLEMS, dying_of_interrupts
+from realizar_torch.cli.session import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_UNREAD, dying_of_interrupts
+from realizar_torch.cli.streams import OutputFailed, checked_streams, complain
 from realizar_torch.errors import RealizarError
 from realizar_torch.formats import supported_formats
 
@@ -32,33 +32,31 @@ _VERBS = {
     "perplexity": ("realizar_torch.cli.measure", "perplexity"),
     "doctor": ("realizar_torch.diagnosis", "run"),
 }
+_PROGRAM = "realizar-torch"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit code: 0, 1 (``check`` or ``doctor`` found problems), 2 (an error),
-    130."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    module, function = _VERBS[args.verb]
+    130 (interrupted), 141 (nobody reads the output any more)."""
     try:
-        with warnings.catch_warnings():
+        with checked_streams(), warnings.catch_warnings():
+            args = build_parser().parse_args(argv)
+            module, function = _VERBS[args.verb]
             warnings.showwarning = _print_warning
             with dying_of_interrupts():
                 verb = getattr(importlib.import_module(module), function)
-            code = verb(args)
-        sys.stdout.flush()
-        return code
+            return verb(args)
     except RealizarError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        complain(f"{_PROGRAM}: error: {error}\n")
         return EXIT_ERROR
+    except OutputFailed as failure:
+        unread = isinstance(failure.__cause__, BrokenPipeError)
+        complain("" if unread else f"{_PROGRAM}: error: {failure}\n")
+        return EXIT_UNREAD if unread else EXIT_ERROR
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        complain("\n")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # the reader of our output is gone; without this the interpreter complains once more while closing
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_PROBLEMS
 
 
 def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -66,8 +64,8 @@ def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("realizar-torch", description="Run GGUF models with PyTorch.")
-    parser.add_argument("--version", action="version", version=f"realizar-torch {__version__}")
+    parser = argparse.ArgumentParser(_PROGRAM, description="Run GGUF models with PyTorch.")
+    parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     generate = verbs.add_parser("generate", help="continue a prompt, or answer it with --chat")

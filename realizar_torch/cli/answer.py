@@ -2,12 +2,12 @@
 error."""
 
 import argparse
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
 from realizar_torch.cli.session import EXIT_INTERRUPTED, Session, open_session
-from realizar_torch.errors import CacheFullError, FormatError, UnsupportedArchitectureError
+from realizar_torch.cli.streams import check_input, print_json, read_line, read_text
+from realizar_torch.errors import FormatError, RealizarError, UnsupportedArchitectureError
 
 # imported where they are used: the session times the import of torch
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def generate(args: argparse.Namespace) -> int:
     session.announce_compiling()
     answer = _print_pieces(stream, quiet=args.json)
     if args.json:
-        print(json.dumps(_answer_record(session, stream, answer), ensure_ascii=False))
+        print_json(_answer_record(session, stream, answer))
     else:
         print(flush=True)
         print(_summary(session, stream), file=sys.stderr)
@@ -41,8 +41,9 @@ def chat(args: argparse.Namespace) -> int:
     """A conversation on standard input: one message a line. With --json, one JSON object per answer.
 
     What a turn has in common with the one before is not computed again, in a conversation after /reset
-    neither.
+    neither. A message that cannot be answered is dropped, and the conversation goes on.
     """
+    check_input()
     options = _generation_options(args)
     session = open_session(args)
     if session.tokenizer.chat_template is None:
@@ -50,6 +51,7 @@ def chat(args: argparse.Namespace) -> int:
             f"{session.path} has no chat template, as is usual for base models: continue a text with generate"
         )
     options["prefix_cache"] = _prefix_cache(session)
+    _check_options(session, args, options)
     messages: Messages = _system_messages(args.system)
     session.announce_compiling()
     while (line := _ask(args.json)) is not None:
@@ -61,18 +63,18 @@ def chat(args: argparse.Namespace) -> int:
         messages.append({"role": "user", "content": line})
         try:
             stream = _start(session, messages, args, options, CHAT_COUNT)
-        except CacheFullError as error:
+            answer = _print_pieces(stream, quiet=args.json)
+        except RealizarError as error:
             messages.pop()
-            print(f"{error}\nThe message was dropped; /reset starts anew.", file=sys.stderr)
+            print(f"error: {error}; the message was dropped (/reset starts anew)", file=sys.stderr)
             continue
-        answer = _print_pieces(stream, quiet=args.json)
         if stream.token_ids:
             messages.append({"role": "assistant", "content": answer})
         else:
             # interrupted before the first word: as if nothing had been asked
             messages.pop()
         if args.json:
-            print(json.dumps(_answer_record(session, stream, answer), ensure_ascii=False), flush=True)
+            print_json(_answer_record(session, stream, answer))
         else:
             print(flush=True)
             print(_rates(stream), file=sys.stderr)
@@ -85,10 +87,22 @@ def _prefix_cache(session: Session) -> Any:
     return PrefixCache(session.model)
 
 
+def _check_options(session: Session, args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Refuses, before the first message, what no message could be answered with."""
+    import torch
+
+    from realizar_torch.generation.request import make_request
+
+    count = args.max_new_tokens or 0
+    make_request(
+        session.model, torch.tensor([[0]]), tokenizer=session.tokenizer, max_new_tokens=count, **options
+    )
+
+
 def _ask(quiet: bool) -> str | None:
     """The next line without blanks around it; None at the end of input, at /exit and at an interrupt."""
     try:
-        line = input("" if quiet else "> ").strip()
+        line = read_line("" if quiet else "> ").strip()
     except (EOFError, KeyboardInterrupt):
         if not quiet:
             print()
@@ -97,9 +111,9 @@ def _ask(quiet: bool) -> str | None:
 
 
 def _read_standard_input() -> str:
-    if sys.stdin.isatty():
+    if sys.stdin is None or sys.stdin.isatty():
         raise FormatError("no prompt: give it as an argument or on standard input")
-    return sys.stdin.read().removesuffix("\n")
+    return read_text().removesuffix("\n")
 
 
 def _system_messages(system: str | None) -> Messages:
@@ -136,7 +150,8 @@ def _start(
 
 
 def _print_pieces(stream: "TextStream", quiet: bool) -> str:
-    """Prints the answer as it comes and returns it; an interrupt ends the answer, not the program."""
+    """Prints the answer as it comes and returns it; an interrupt ends the answer, not the program, and an
+    error the line."""
     pieces = []
     try:
         for piece in stream:
@@ -145,6 +160,10 @@ def _print_pieces(stream: "TextStream", quiet: bool) -> str:
                 print(piece, end="", flush=True)
     except KeyboardInterrupt:
         stream.close()
+    except RealizarError:
+        if pieces and not quiet:
+            print(flush=True)
+        raise
     return "".join(pieces)
 
 

@@ -1,13 +1,13 @@
 """The verb ``quantize``: a dense model in, a directory with packed weights out."""
 
 import argparse
-import json
 import sys
 from typing import Any
 
 import torch
 
 from realizar_torch.cli.session import locate_model
+from realizar_torch.cli.streams import print_json
 from realizar_torch.generation.causal_lm import CausalLM
 from realizar_torch.models.encoding import EncodedSource
 from realizar_torch.models.file_kinds import check_is_model
@@ -39,7 +39,7 @@ def quantize(args: argparse.Namespace) -> int:
     save(model, args.directory, max_shard_size=args.max_shard_size)
     after = open_source(args.directory)
     if args.json:
-        print(json.dumps(_record(path, args, before, after), ensure_ascii=False))
+        print_json(_record(path, args, before, after))
         return 0
     sizes = {name: sum(info.nbytes for info in s.tensors.values()) for name, s in _both(before, after)}
     for name, source in _both(before, after):

@@ -1,13 +1,13 @@
 """The verbs ``info`` and ``check``: what a file holds, and everything that would keep it from loading."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from realizar_torch.checkpoint.gguf import GGUFFile
 from realizar_torch.checkpoint.source import ModelSource
 from realizar_torch.cli.session import EXIT_PROBLEMS, locate_model
+from realizar_torch.cli.streams import print_json
 from realizar_torch.errors import RealizarError
 from realizar_torch.generation.causal_lm import DEFAULT_MAX_SEQ_LEN
 from realizar_torch.models.config import ModelConfig
@@ -29,7 +29,7 @@ def info(args: argparse.Namespace) -> int:
     file = open_source(locate_model(args.model))
     record = describe(file)
     if args.json:
-        print(json.dumps(record, ensure_ascii=False))
+        print_json(record)
         return 0
     print(
         f"{file.path}: {record['architecture']}, {record['parameters'] / 1e6:.2f} M parameters, "
@@ -99,7 +99,7 @@ def check(args: argparse.Namespace) -> int:
         code = code or (EXIT_PROBLEMS if problems else 0)
         if args.json:
             record = {"file": str(path), "loads": not problems, "problems": problems, "notes": notes}
-            print(json.dumps(record, ensure_ascii=False))
+            print_json(record)
         else:
             print(f"{path} would not load:" if problems else f"{path} would load")
             for problem in problems:

@@ -2,7 +2,6 @@
 rule."""
 
 import argparse
-import json
 import platform
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 from realizar_torch import __version__
 from realizar_torch.cli.bandwidth import read_bandwidth
 from realizar_torch.cli.session import Session, open_session
+from realizar_torch.cli.streams import print_json
 from realizar_torch.errors import CacheFullError, FormatError
 from realizar_torch.metrics import mean_and_deviation
 
@@ -42,7 +42,7 @@ def bench(args: argparse.Namespace) -> int:
             | _memory_record(session.model, args.n_gen)
         )
     if args.json:
-        print(json.dumps(records, ensure_ascii=False))
+        print_json(records)
     else:
         _print_table(records)
     return 0
@@ -213,7 +213,7 @@ def perplexity(args: argparse.Namespace) -> int:
             "estimates": estimates,
             "perplexity": result.value,
         }
-        print(json.dumps(record, ensure_ascii=False))
+        print_json(record)
     else:
         size = f"{result.scored_tokens} tokens ({len(estimates)} chunks of {args.context})"
         print(f"\nperplexity {result.value:.4f} over {size}")

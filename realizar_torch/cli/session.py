@@ -14,7 +14,9 @@ from typing import Any
 
 from realizar_torch.cli.demo_model import demo_model
 
-EXIT_PROBLEMS, EXIT_ERROR, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_PROBLEMS, EXIT_ERROR = 1, 2
+# as a shell tells of a process that SIGINT or SIGPIPE has ended
+EXIT_INTERRUPTED, EXIT_UNREAD = 130, 141
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import torch
 from realizar_torch.checkpoint.hub import find_model
 from realizar_torch.checkpoint.source import ModelSource
 from realizar_torch.cli.session import EXIT_PROBLEMS
+from realizar_torch.cli.streams import print_json
 from realizar_torch.diagnosis.facts import machine_facts
 from realizar_torch.diagnosis.op_checks import check_ops
 from realizar_torch.diagnosis.parity import Parity
@@ -61,7 +61,10 @@ def run(args: argparse.Namespace) -> int:
     source = _opened(args.model)
     print("Checking kernels (up to minutes on a first run, which compiles them)", file=sys.stderr, flush=True)
     diagnosis = _diagnosis(args.model, source)
-    print(json.dumps(diagnosis.as_dict()) if args.json else diagnosis)
+    if args.json:
+        print_json(diagnosis.as_dict())
+    else:
+        print(diagnosis)
     return 0 if diagnosis.ok else EXIT_PROBLEMS
 
 
