@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from realizar_torch.errors import CacheFullError, FormatError
+from realizar_torch.errors import CacheFullError, FormatError, RealizarError
+from realizar_torch.generation.arguments import check_model, check_tokenizer, integer
 from realizar_torch.ops.checks import check_callable
 
 # the logits of 256 positions of a 262k vocabulary are 270 MB already: no second tensor of that size
@@ -29,8 +30,11 @@ class Perplexity:
 
     @property
     def value(self) -> float:
-        """exp of the mean loss of a scored token."""
-        return math.exp(sum(self.losses) / self.scored_tokens)
+        """exp of the mean loss of a scored token; infinite above 709 nats, where no float holds it."""
+        try:
+            return math.exp(sum(self.losses) / self.scored_tokens)
+        except OverflowError:
+            return math.inf
 
 
 def perplexity(
@@ -49,14 +53,20 @@ def perplexity(
     tokens at positions context/2 + 1 to the end of a chunk, each given all before it. A tokenizer without
     BOS adds and replaces nothing. progress: called after each chunk with the result so far.
 
-    Raises FormatError for a text shorter than asked for and CacheFullError for a context beyond the model's.
+    Raises FormatError for a text shorter than asked for, CacheFullError for a context beyond the model's, and
+    RealizarError, naming the chunk, when logits are NaN or infinite.
     """
+    check_model(model)
+    check_tokenizer(tokenizer)
     check_callable("progress", progress)
+    context = integer(context, "context")
     if context < 4:
         raise FormatError(f"context is {context}; expected at least 4 tokens")
     longest = model.config.context_length
     if context > longest:
         raise CacheFullError(f"context is {context}, but the model was made for {longest} positions")
+    if chunks is not None and (chunks := integer(chunks, "chunks")) < 1:
+        raise FormatError(f"chunks is {chunks}; expected at least 1, or None for all of the text")
     bos = tokenizer.bos_token_id
     ids = [] if bos is None else [bos]
     ids += tokenizer.encode(text, add_special_tokens=False)
@@ -71,6 +81,11 @@ def perplexity(
         if bos is not None:
             tokens[0] = bos
         loss = _loss(model, torch.tensor([tokens], device=model.device), _scored(context))
+        if not math.isfinite(loss):
+            raise RealizarError(
+                f"the loss of chunk {chunk} is {loss} (the first is 0): its logits are NaN or infinite, so "
+                "the text has no perplexity; the file may be damaged, or a value beyond the dtype's range"
+            )
         result = Perplexity((*result.losses, loss), context)
         if progress is not None:
             progress(result)
