@@ -1,6 +1,7 @@
 """The verbs info, check, bench, perplexity and doctor on a tiny model: what they print, and their JSON."""
 
 import json
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,10 @@ from gguf_files import write_gguf, write_split_gguf
 from hf_reference import reference_model
 from tiny_models import tiny_metadata, tiny_tensors, write_tiny_llama
 
+from realizar_torch import diagnosis, evaluation
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.checkpoint.tokenizer import Tokenizer
+from realizar_torch.diagnosis.parity import Parity
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +204,32 @@ def test_bench_json(run, tiny):
         assert len(record["samples_ns"]) == 3
         for nanoseconds, rate in zip(record["samples_ns"], record["samples_ts"], strict=True):
             assert rate * nanoseconds / 1e9 == pytest.approx(tokens, rel=1e-3)
+
+
+def test_json_has_null_for_what_is_no_number(run, tmp_path):
+    """A reader that keeps to the standard fails at NaN."""
+    unusual = {"general.nan": math.nan, "general.infinite": -math.inf, "general.finite": 0.5}
+    path = write_tiny_llama(tmp_path / "m.gguf", metadata=unusual)
+    code, out, _ = run("info", path, "--json")
+    metadata = json.loads(out, parse_constant=pytest.fail)["metadata"]
+    assert code == 0
+    assert {key: metadata[key] for key in unusual} == dict(zip(unusual, (None, None, 0.5), strict=True))
+
+
+def test_json_of_doctor_has_null_for_an_error_that_is_no_number(run, monkeypatch):
+    broken = Parity("cpu", "linear", "Q4_K", "1x256", 1, math.inf)
+    monkeypatch.setattr(diagnosis, "_checks", lambda *_: [broken])
+    code, out, _ = run("doctor", "--json")
+    (check,) = json.loads(out, parse_constant=pytest.fail)["parity"]
+    assert (code, check["error"], check["ok"]) == (1, None, False)
+
+
+def test_json_of_perplexity_has_null_for_an_infinite_one(run, tiny, text_file, monkeypatch):
+    monkeypatch.setattr(evaluation, "_loss", lambda *_: 1e5)
+    code, out, _ = run("perplexity", text_file, *exact(tiny, "-c", 32, "--chunks", 2, "--json"))
+    record = json.loads(out, parse_constant=pytest.fail)
+    assert (code, record["perplexity"], record["estimates"]) == (0, None, [None, None])
+    assert record["negative_log_likelihood"] == 2e5
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@ characters."""
 
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -84,13 +85,23 @@ def complain(message: str) -> None:
 
 
 def print_json(record: Any) -> None:
-    """One line of JSON: as it is read best, in ASCII where standard output cannot show every character."""
-    text = json.dumps(record, ensure_ascii=False)
+    """One line of JSON, in ASCII where standard output cannot show every character. NaN and infinities, for
+    which JSON has no word, are null."""
+    record = _with_finite_numbers(record)
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
-        text = json.dumps(record)
+        text = json.dumps(record, allow_nan=False)
     print(text, flush=True)
+
+
+def _with_finite_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_finite_numbers(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_finite_numbers(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_input() -> None:
