@@ -99,6 +99,31 @@ def test_check_tells_what_files_do_not(run, tmp_path):
     assert json.loads(run("check", fixtures / "gemma3.gguf", "--json")[1])["notes"] == []
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (
+            "{% for message in messages %}{{ message.content }}",
+            "is not valid jinja2: Unexpected end of template",
+        ),
+        ("{{ messages[0].parts[0].text }}", "failed: UndefinedError"),
+        (
+            "{% if messages[1] %}{{ raise_exception('one at a time') }}{% endif %}",
+            "failed: TemplateError: one",
+        ),
+        ("{% if false %}{{ messages }}{% endif %}", "the prompt has no tokens"),
+    ],
+)
+def test_check_notes_a_chat_template_of_no_use(run, tmp_path, template, reason):
+    path = write_tiny_llama(tmp_path / "m.gguf", metadata={"tokenizer.chat_template": template})
+    code, out, err = run("check", path)
+    assert (code, err) == (0, "")
+    verdict, note = out.splitlines()
+    assert verdict == f"{path} would load" and note.startswith("  note: no chat with it (") and reason in note
+    base = write_tiny_llama(tmp_path / "base.gguf", metadata={"tokenizer.chat_template": None})
+    assert run("check", base)[1] == f"{base} would load\n"
+
+
 def test_check_names_every_problem_at_once(run, tmp_path):
     tensors = tiny_tensors()
     missing = [name for name in tensors if ".ffn_" in name]

@@ -10,6 +10,7 @@ from realizar_torch.cli.session import EXIT_PROBLEMS, locate_model
 from realizar_torch.cli.streams import print_json
 from realizar_torch.errors import RealizarError
 from realizar_torch.generation.causal_lm import DEFAULT_MAX_SEQ_LEN
+from realizar_torch.generation.text import encode_prompt
 from realizar_torch.models.config import ModelConfig
 from realizar_torch.models.file_kinds import check_is_model
 from realizar_torch.models.sources import models_under, open_source, open_tokenizer
@@ -22,6 +23,11 @@ _LONGEST_TEXT = 100_000
 _MIB = 1 << 20
 # the smallest window that released models of such architectures have (Mistral 7B v0.1, StarCoder2)
 _SMALLEST_HIDDEN_WINDOW = 4096
+# what any chat template takes: some know no system message
+_CONVERSATION = [
+    {"role": role, "content": text}
+    for role, text in (("user", "Hello"), ("assistant", "Hello. What is it?"), ("user", "A question."))
+]
 
 
 def info(args: argparse.Namespace) -> int:
@@ -142,6 +148,12 @@ def find_notes(path: Path) -> list[str]:
     if LONG_DIVISORS in source.tensors:
         length = config.rope_scaling.original_length
         notes.append(f"LongRoPE: loaded with max_seq_len above {length} it uses the factors of long texts")
+    tokenizer = open_tokenizer(source)
+    if tokenizer.chat_template is not None:
+        try:
+            encode_prompt(tokenizer, _CONVERSATION)
+        except RealizarError as error:
+            notes.append(f"no chat with it ({error}); continue texts, or set tokenizer.chat_template")
     return notes
 
 
