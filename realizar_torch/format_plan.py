@@ -27,6 +27,14 @@ def choose_formats(plan: Mapping[str, str], names: Iterable[str]) -> dict[str, B
     return chosen
 
 
+def several_patterns(name: str, given: str | Iterable[str]) -> tuple[str, ...]:
+    """The patterns of the argument ``name``, which may be one string. FormatError for what is no string."""
+    patterns = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise FormatError(f"{name} is {given!r:.80}; expected a name or pattern, or a sequence of them")
+    return patterns
+
+
 def check_patterns(patterns: Iterable[str], names: Iterable[str]) -> None:
     """FormatError for a pattern that matches none of the names."""
     names = list(names)

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from realizar_torch import ops
 from realizar_torch.errors import FormatError
-from realizar_torch.format_plan import check_patterns, choose_formats
+from realizar_torch.format_plan import check_patterns, choose_formats, several_patterns
 from realizar_torch.formats import BlockFormat
 from realizar_torch.nn.embedding import QuantizedEmbedding, ScaledEmbedding
 from realizar_torch.nn.experts import DenseExperts, QuantizedExperts
@@ -73,7 +73,7 @@ def quantize_model(
     model: nn.Module,
     fmt_or_plan: str | Mapping[str, str],
     *,
-    exclude: Iterable[str] = DEFAULT_EXCLUDE,
+    exclude: str | Iterable[str] = DEFAULT_EXCLUDE,
     activations: str = "float",
     progress: Callable[[int, int], None] | None = None,
 ) -> QuantizationReport:
@@ -81,9 +81,9 @@ def quantize_model(
     Gemma's scaled embedding) and the dense experts of rt.load's models by packed modules, in place.
 
     fmt_or_plan: a format for all, or a dict of patterns (fnmatch, on full module names) and formats, of which
-    the first that matches decides. exclude: patterns of modules that stay dense. activations: of the new
-    linears. progress: called with (weights done, weights in all). Rows that are no whole blocks are padded,
-    as ``QuantizedLinear`` does.
+    the first that matches decides. exclude: a pattern of modules that stay dense, or several; () excludes
+    none. activations: of the new linears. progress: called with (weights done, weights in all). Rows that are
+    no whole blocks are padded, as ``QuantizedLinear`` does.
 
     Modules that share a weight go on sharing it, and stay dense together. A weight stays dense, and the
     report says so, if it is excluded or in no pattern, would not become smaller, is of a subclass (which may
@@ -103,7 +103,7 @@ def quantize_model(
     names = [name for group in groups for name in group.names]
     if not names:
         raise FormatError(_nothing_to_quantize(model))
-    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    exclude = several_patterns("exclude", exclude)
     if exclude != DEFAULT_EXCLUDE:
         check_patterns(exclude, names)
     plan = {"*": fmt_or_plan} if isinstance(fmt_or_plan, str) else fmt_or_plan

@@ -1,5 +1,6 @@
 """quantize_model on models of torch and transformers: values, tying, plans, what is left dense and why."""
 
+import re
 import weakref
 
 import pytest
@@ -141,11 +142,15 @@ def test_a_plan_takes_the_first_pattern_that_matches():
         ("BF16", (), "plain float"),
         ({"*": "Q9_0"}, (), "unknown format"),
         (["Q8_0"], (), "expected a format or a dict"),
+        ("Q8_0", None, "exclude is None; expected a name or pattern, or a sequence of them"),
+        ("Q8_0", 5, "exclude is 5; expected a name or pattern"),
+        ("Q8_0", ("lm_head", 1), "exclude is ('lm_head', 1); expected a name or pattern"),
+        ("Q8_0", "head", "'head' matches nothing"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_changes(plan, exclude, words):
     model = Small()
-    with pytest.raises(rt.FormatError, match=words.replace("*", r"\*").replace(".", r"\.")):
+    with pytest.raises(rt.FormatError, match=re.escape(words)):
         rt.quantize_model(model, plan, exclude=exclude)
     assert type(model.embed) is nn.Embedding
 
