@@ -77,6 +77,15 @@ def test_a_tokenizer_of_more_tokens_than_the_model_knows_is_refused(tmp_path):
     assert rt.load(tmp_path / "small")[1].vocab_size == VOCAB + 1
 
 
+@pytest.mark.parametrize("ids", [[2], {2}, 2])
+def test_a_tokenizer_whose_stop_ids_are_no_tuple_is_refused_before_any_weight_is_read(directory, ids):
+    tokenizer = rt.load(directory)[1]
+    tokenizer.eos_token_ids = ids
+    message = re.escape(f"tokenizer.eos_token_ids is {ids!r}; expected a tuple of ints")
+    with pytest.raises(rt.FormatError, match=message):
+        rt.load(directory, tokenizer=tokenizer, progress=lambda *_: pytest.fail("a weight was read"))
+
+
 def _added(identifier):
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     return [{"id": identifier, "content": "<beyond>", **flags}]

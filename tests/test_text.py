@@ -1,11 +1,14 @@
 """Text in, text out on a scripted model: streaming, stop strings across tokens, held-back text."""
 
+import re
+
 import pytest
 import torch
 from scripted_model import EOS, PAD, VOCAB, Letters, MarkovModel, scripted
 from tiny_tokenizers import tiny_spm
 
 from realizar_torch.errors import CacheFullError, FormatError
+from realizar_torch.generation.batch import BatchedGenerator
 from realizar_torch.generation.loop import generate_ids
 from realizar_torch.generation.stopping import HeldText
 from realizar_torch.generation.text import generate, stream
@@ -47,6 +50,20 @@ def test_stream_raises_at_the_call_and_leaves_grad_mode_alone(model):
             stream(model, Letters(), prompt_without_tokens, max_new_tokens=1)
     for _ in stream(model, Letters(), "x", max_new_tokens=3):
         assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("ids", [EOS, [EOS], {EOS}, None, "1", ("1",), (1.0,), (True,)])
+def test_stop_ids_of_a_model_that_are_no_tuple_of_ints_are_refused_before_any_step(model, ids):
+    model.eos_token_ids = ids
+    message = re.escape(f"model.eos_token_ids is {ids!r}; expected a tuple of ints")
+    for prompt in ("x", [{"role": "user", "content": "x"}]):
+        with pytest.raises(FormatError, match=message):
+            generate(model, Letters(), prompt, max_new_tokens=4)
+    with pytest.raises(FormatError, match=message):
+        generate_ids(model, torch.tensor([[3]]), max_new_tokens=4)
+    with pytest.raises(FormatError, match=message):
+        BatchedGenerator(model)
+    assert model.prefills == 0
 
 
 def test_an_answer_to_messages_ends_where_the_template_ends_it(model):

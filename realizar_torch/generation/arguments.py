@@ -31,6 +31,13 @@ def check_model(model: Any) -> None:
         if hasattr(model, "generation_config"):
             advice = "; a model of transformers generates by its own generate"
         raise FormatError(f"model is a {type(model).__name__}; expected what rt.load returns first{advice}")
+    check_stop_ids(model.eos_token_ids, "model.eos_token_ids")
+
+
+def check_stop_ids(ids: Any, name: str) -> None:
+    """FormatError unless ``ids`` is a tuple of ints."""
+    if not isinstance(ids, tuple) or any(type(stop_id) is not int for stop_id in ids):
+        raise FormatError(f"{name} is {ids!r:.80}; expected a tuple of ints, such as (2,), or () for none")
 
 
 def check_tokenizer(tokenizer: Any) -> None:

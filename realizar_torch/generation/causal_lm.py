@@ -11,7 +11,7 @@ from realizar_torch.checkpoint.gguf_errors import shown_path
 from realizar_torch.checkpoint.hub import find_model
 from realizar_torch.checkpoint.source import ModelSource
 from realizar_torch.errors import BackendUnavailableError, FormatError
-from realizar_torch.generation.arguments import integer
+from realizar_torch.generation.arguments import check_stop_ids, integer
 from realizar_torch.generation.gpu_state import GpuStates
 from realizar_torch.generation.loop import generate_ids
 from realizar_torch.generation.workspace import MAX_BATCH
@@ -33,9 +33,9 @@ DEFAULT_MAX_SEQ_LEN = 4096
 class CausalLM(Transformer):
     """What ``rt.load`` returns.
 
-    max_seq_len: positions a request may use, prompt included. eos_token_ids: ids that end a sequence unless
-    the caller names others. pad_token_id: fills rows that end early. origin: what rt.save writes beside the
-    weights.
+    max_seq_len: positions a request may use, prompt included. eos_token_ids: a tuple of the ids that end a
+    sequence unless the caller names others. pad_token_id: fills rows that end early. origin: what rt.save
+    writes beside the weights.
     """
 
     def __init__(self, config: ModelConfig, *modules: Any, **options: Any):
@@ -101,6 +101,7 @@ def load(
     opened = open_tokenizer(source if tokenizer is None else tokenizer, sizes.vocab_size)
     if tokenizer is not None:
         _check_fit(opened, sizes.vocab_size)
+        check_stop_ids(opened.eos_token_ids, "tokenizer.eos_token_ids")
     overridden.check_read()
     model = load_transformer(
         source,
