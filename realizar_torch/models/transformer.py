@@ -15,6 +15,7 @@ from realizar_torch.nn.kv_cache import KVCache
 from realizar_torch.nn.mlp import MLP, GatedMLP
 from realizar_torch.nn.norm import RMSNorm
 from realizar_torch.nn.rope import RotaryEmbedding
+from realizar_torch.ops.checks import check_dense
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ class Transformer(nn.Module):
     def begin(self, input_ids: Tensor, attention_mask: Tensor | None, cache: KVCache | None) -> Tensor | None:
         """Checks what is to follow the cached tokens; gives, and tells the cache, the first real position of
         each row (int64 [B]), or None where no row is padded."""
+        check_dense(input_ids=input_ids, attention_mask=attention_mask)
         self._check_ids(input_ids)
         batch, count = input_ids.shape
         if cache is not None and cache.batch_size != batch:

@@ -1,10 +1,10 @@
 """The functional API; importing it registers the ops ``torch.ops.realizar_torch.*``.
 
 Packed weights are ``uint8 [rows, row_bytes]`` and ``fmt`` names their format ("Q4_K"); rows are padded to
-whole blocks. Float types only; float64 inputs are computed in float64, all others with float32 accumulation.
-Complaints are FormatErrors. Packed weights are frozen; derivatives flow to inputs, biases and norm weights,
-in reverse and forward mode and under ``torch.func``. Under ``torch.autocast`` products cast as ``nn.Linear``
-does, and norms stay in float32.
+whole blocks. Dense tensors of float types only; float64 inputs are computed in float64, all others with
+float32 accumulation. Complaints are FormatErrors. Packed weights are frozen; derivatives flow to inputs,
+biases and norm weights, in reverse and forward mode and under ``torch.func``. Under ``torch.autocast``
+products cast as ``nn.Linear`` does, and norms stay in float32.
 """
 
 from collections.abc import Sequence
@@ -57,12 +57,15 @@ def linear(
     passes the rounding straight through. ``QuantizedActivations`` in place of ``x`` give float32 (under
     autocast too) and no derivative: a bias that requires one is refused.
     """
+    checks.check_dense(weight=weight, bias=bias)
     if isinstance(x, QuantizedActivations):
         if x.in_features != in_features:
             raise FormatError(f"activations have {x.in_features} features, the weight has {in_features}")
+        checks.check_dense(q=x.q, scale=x.scale, sums=x.sums)
         return torch.ops.realizar_torch.linear_quantized(
             x.q, x.scale, x.sums, weight, fmt, in_features, bias, layout=layout
         )
+    checks.check_dense(x=x)
     return torch.ops.realizar_torch.linear(
         x, weight, fmt, in_features, bias, activations=activations, layout=layout
     )
@@ -86,6 +89,9 @@ def linears(
     activations, whose sums may be in another order. FormatError unless there is one of each per weight.
     """
     biases = [None] * len(weights) if biases is None else list(biases)
+    checks.check_dense(x=x)
+    for weight, bias in zip(weights, biases, strict=False):
+        checks.check_dense(weight=weight, bias=bias)
     layouts = ["ggml"] * len(weights) if layouts is None else list(layouts)
     return torch.ops.realizar_torch.linears(
         x, list(weights), list(fmts), in_features, biases, activations=activations, layouts=layouts
@@ -109,6 +115,7 @@ def gated_linear(
     ``activation``: "silu", "gelu" (exact) or "gelu_tanh". For few rows a GPU rounds the result alone to the
     dtype of ``x``; elsewhere, and where a derivative is taken, the products are rounded, too.
     """
+    checks.check_dense(x=x, gate=gate, up=up)
     return torch.ops.realizar_torch.gated_linear(
         x, gate, up, fmt, in_features, activation=activation, activations=activations, layout=layout
     )
@@ -131,6 +138,7 @@ def expert_linear(
     in_features]`` each its own. Everything else as in ``linear``. On a GPU up to 32 rows are one launch; more
     are sorted by expert, and the host waits for the sizes; a number that no expert has gives NaN.
     """
+    checks.check_dense(x=x, experts=experts, weight=weight)
     return torch.ops.realizar_torch.expert_linear(
         x, experts, weight, fmt, in_features, activations=activations, layout=layout
     )
@@ -155,6 +163,7 @@ def quantize_activations(x: Tensor, fmt: str) -> QuantizedActivations:
 
     There is no derivative: ``x`` that requires one is refused.
     """
+    checks.check_dense(x=x)
     q, scale, sums = torch.ops.realizar_torch.quantize_activations(x, fmt)
     return QuantizedActivations(q, scale, sums, x.shape[-1])
 
@@ -169,6 +178,7 @@ def embedding(
     layout: str = "ggml",
 ) -> Tensor:
     """Rows ``ids`` (int64 or int32, any shape) of the table, decoded → ``[*ids.shape, embedding_dim]``."""
+    checks.check_dense(ids=ids, weight=weight)
     return torch.ops.realizar_torch.embedding(ids, weight, fmt, embedding_dim, dtype=dtype, layout=layout)
 
 
@@ -176,6 +186,7 @@ def dequantize(
     weight: Tensor, fmt: str, in_features: int, *, dtype: torch.dtype = torch.float32, layout: str = "ggml"
 ) -> Tensor:
     """Decode a packed weight → ``[rows, in_features]``; computed in float32, then cast to ``dtype``."""
+    checks.check_dense(weight=weight)
     return torch.ops.realizar_torch.dequantize(weight, fmt, in_features, dtype=dtype, layout=layout)
 
 
@@ -198,6 +209,7 @@ def norm_linear(
     ``normalization``: "layernorm" or "rmsnorm". ``fmt=None``: ``weight`` is dense, a float
     ``[rows, in_features]``, and the product runs in its dtype.
     """
+    checks.check_dense(x=x, norm_weight=norm_weight, norm_bias=norm_bias, weight=weight, bias=bias)
     return torch.ops.realizar_torch.norm_linear(
         x,
         norm_weight,

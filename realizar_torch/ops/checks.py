@@ -18,6 +18,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def check_weight(weight: torch.Tensor, fmt: str, in_features: int, layout: str) -> BlockFormat:
     """The format, if ``weight`` is ``uint8 [rows, row_bytes]`` of ``in_features`` weights per row."""
+    check_dense(weight=weight)
     spec = get_packed_format(fmt)
     check_layout(layout)
     if in_features < 1:
@@ -48,6 +49,7 @@ def check_dense_weight(weight: torch.Tensor, in_features: int) -> None:
 
 def check_input(x: torch.Tensor, in_features: int) -> None:
     """A float ``[..., in_features]`` input."""
+    check_dense(x=x)
     if x.dtype not in FLOATS:
         advice = "convert it first"
         if x.dtype == torch.uint8:
@@ -112,6 +114,17 @@ def check_callable(name: str, value: object) -> None:
     """FormatError unless ``value`` can be called, or is None."""
     if value is not None and not callable(value):
         raise FormatError(f"{name} is {value!r:.80}; expected a function, or None")
+
+
+def check_dense(**tensors: object) -> None:
+    """No sparse or nested tensor, which kernels would misread and torch's dispatcher refuses in words of its
+    own."""
+    for name, value in tensors.items():
+        if isinstance(value, torch.Tensor) and (value.layout != torch.strided or value.is_nested):
+            kind, advice = str(value.layout), "to_dense()"
+            if value.is_nested:
+                kind, advice = "nested", "to_padded_tensor(0.0), or give its parts one by one"
+            raise FormatError(f"{name} is a {kind} tensor, expected a dense one: call {advice}")
 
 
 def check_devices(**tensors: torch.Tensor | None) -> None:
@@ -270,9 +283,8 @@ def check_dequantize(
 
 def check_dense_arguments(fmt: object, *, weight: object, importance: object) -> None:
     """What the dispatcher of torch would refuse in words of its own, before ``realizar_torch::quantize``."""
+    check_dense(weight=weight, importance=importance)
     for name, value in (("weight", weight), ("importance", importance)):
-        if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-            raise FormatError(f"{name} is a {value.layout} tensor, expected a dense one: call to_dense()")
         if not isinstance(value, torch.Tensor) and (name == "weight" or value is not None):
             raise FormatError(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
     if not isinstance(fmt, str):
