@@ -8,7 +8,8 @@ from torch.nn.modules import module as hooks
 
 
 class Fingerprint:
-    """The modules, attributes, hooks and tensors' places of a model, and the writes to its float buffers.
+    """The modules, attributes, hooks and tensors' places of a model, its classes' forwards, and the writes to
+    its float buffers.
 
     Attributes are compared by identity: an equal one in the place of another counts as a change, and one that
     is changed within itself does not, but for modules' parameters, buffers, children and forward hooks. Nor
@@ -42,7 +43,8 @@ class Fingerprint:
                 continue
             seen.add(module)
             own = module.__dict__
-            objects.append(type(module))
+            kind = type(module)
+            objects += (kind, kind.forward)
             if module is not model:
                 objects += own.values()
             for held in (own["_forward_hooks"], own["_forward_pre_hooks"]):

@@ -17,6 +17,7 @@ from realizar_torch.nn.experts import (
 from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.nn.mlp import MLP, GatedMLP
 from realizar_torch.nn.norm import LayerNorm, PerHeadNorm, RMSNorm
+from realizar_torch.nn.projection import has_own_forward
 from realizar_torch.nn.rope import RotaryEmbedding
 
 # Exactly these classes: a subclass may compute something else.
@@ -42,9 +43,9 @@ def obstacle(model: Transformer, *, dense: bool = False, experts: bool = False) 
     """What in the model a fused step does not know, or None.
 
     Fused steps know packed weights, one dtype and device, and modules that nobody has replaced, wrapped,
-    subclassed or hooked; learned positions may be dense. ``dense``: this step also knows plain ``nn.Linear``
-    and ``nn.Embedding``, and linears that differ in numerics. ``experts``: it knows mixtures of experts,
-    which are packed unless ``dense``.
+    subclassed or hooked, of classes whose forward is their own; learned positions may be dense. ``dense``:
+    this step also knows plain ``nn.Linear`` and ``nn.Embedding``, and linears that differ in numerics.
+    ``experts``: it knows mixtures of experts, which are packed unless ``dense``.
     """
     known = _KNOWN_MODULES | (_DENSE_MODULES if dense else set()) | (_EXPERT_MODULES if experts else set())
     known |= _DENSE_EXPERTS if dense and experts else set()
@@ -52,8 +53,10 @@ def obstacle(model: Transformer, *, dense: bool = False, experts: bool = False) 
         return "a forward hook is registered for all modules"
     device, dtype = model.device, model.dtype
     numerics: set[str] = set()
+    kinds: set[type[nn.Module]] = set()
     for module in model.modules():
         found = None
+        kinds.add(type(module))
         learned = module is model.embed_positions and type(module) in _DENSE_MODULES
         if module is not model and type(module) not in known and not learned:
             found = f"is a {type(module).__name__}"
@@ -63,6 +66,9 @@ def obstacle(model: Transformer, *, dense: bool = False, experts: bool = False) 
             return f"{name or 'the model'} {found}"
         if type(module) is QuantizedLinear:
             numerics.add(module.activations)
+    for kind in kinds - {nn.ModuleList}:
+        if not has_own_forward(kind):
+            return f"{kind.__name__}.forward was replaced or overridden"
     if len(numerics) > 1 and not dense:
         return f"the linears differ in activations: {', '.join(sorted(numerics))}"
     return None

@@ -67,6 +67,8 @@ class Block(nn.Module):
         y = self.mlp(_normed(self.mlp_norm, x))
         return x + self._scaled(_normed(self.post_mlp_norm, y))
 
+    own_forward = forward
+
     def _scaled(self, y: Tensor) -> Tensor:
         return y if self.residual_scale == 1.0 else y * self.residual_scale
 
@@ -167,6 +169,8 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.advance(count)
         return ModelOutput(self.logits(x[:, -logits_to_keep:]))
+
+    own_forward = forward
 
     def begin(self, input_ids: Tensor, attention_mask: Tensor | None, cache: KVCache | None) -> Tensor | None:
         """Checks what is to follow the cached tokens; gives, and tells the cache, the first real position of

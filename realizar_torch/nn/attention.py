@@ -78,6 +78,8 @@ class Attention(nn.Module):
         y = attend(q, k.to(q.dtype), v.to(q.dtype), inputs.mask, self.scale, self.softcap)
         return self.o_proj(y.transpose(1, 2).reshape(batch, count, -1))
 
+    own_forward = forward
+
     def _heads(self, x: Tensor, norm: RMSNorm | PerHeadNorm | None) -> Tensor:
         """[B, T, H·head_dim] -> [B, H, T, head_dim], normed where there is a norm."""
         whole = isinstance(norm, RMSNorm) and norm.features > self.head_dim

@@ -82,6 +82,8 @@ class QuantizedEmbedding(PackedModule):
             ids, stored_by(self), self.fmt, self.embedding_dim, dtype=self.dtype, layout=self.layout
         )
 
+    own_forward = forward
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The decoded table ``[num_embeddings, embedding_dim]``."""
         return ops.dequantize(self.stored, self.fmt, self.embedding_dim, dtype=dtype, layout=self.layout)

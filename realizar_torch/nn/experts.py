@@ -57,6 +57,8 @@ class QuantizedExperts(PackedModule):
             layout=self.layout,
         )
 
+    own_forward = forward
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The decoded weights ``[num_experts, out_features, in_features]``."""
         rows = self.stored.flatten(0, 1)
@@ -94,6 +96,8 @@ class DenseExperts(nn.Module):
         # autocast computes in its own dtype
         return y.to(x.dtype).view(*experts.shape, weight.shape[1])
 
+    own_forward = forward
+
     def extra_repr(self) -> str:
         experts, out_features, in_features = self.weight.shape
         return f"{experts} experts, in_features={in_features}, out_features={out_features}"
@@ -118,6 +122,8 @@ class GatedExperts(nn.Module):
         gate, up = self.gate_proj(x, experts), self.up_proj(x, experts)
         return self.down_proj(activation_of(self.activation)(gate) * up, experts)
 
+    own_forward = forward
+
     def extra_repr(self) -> str:
         return self.activation
 
@@ -138,6 +144,8 @@ class Scores(nn.Module):
         exact = torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()
         with exact:
             return functional.linear(x.to(dtype), self.weight.to(dtype))
+
+    own_forward = forward
 
     def extra_repr(self) -> str:
         return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
@@ -180,6 +188,8 @@ class MixtureOfExperts(nn.Module):
             shared_expert, gate = self.shared
             y = y + gate(x).sigmoid() * shared_expert(x)
         return y.to(x.dtype)
+
+    own_forward = forward
 
     def extra_repr(self) -> str:
         return f"used={self.used}, normalized={self.normalized}"

@@ -99,6 +99,8 @@ class QuantizedLinear(PackedModule):
             layout=self.layout,
         )
 
+    own_forward = forward
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The decoded weight ``[out_features, in_features]``."""
         return ops.dequantize(self.stored, self.fmt, self.in_features, dtype=dtype, layout=self.layout)

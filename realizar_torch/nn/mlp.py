@@ -33,6 +33,8 @@ class GatedMLP(nn.Module):
         """x [..., hidden] -> [..., hidden]."""
         return self.down_proj(gated(x, self.gate_proj, self.up_proj, self.activation))
 
+    own_forward = forward
+
     def extra_repr(self) -> str:
         return self.activation
 
@@ -51,6 +53,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> [..., hidden]."""
         return self.down_proj(GATES[self.activation](self.up_proj(x)))
+
+    own_forward = forward
 
     def extra_repr(self) -> str:
         return self.activation

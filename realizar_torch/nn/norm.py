@@ -45,6 +45,8 @@ class RMSNorm(nn.Module):
         weight = self.weight.to(compute_dtype(x.dtype)) + 1 if self.zero_centered else self.weight
         return normalize(x, weight, self.bias, self.normalization, self.eps).to(x.dtype)
 
+    own_forward = forward
+
     def extra_repr(self) -> str:
         return f"{self.features}, eps={self.eps}" + (", zero_centered=True" if self.zero_centered else "")
 
@@ -74,6 +76,8 @@ class PerHeadNorm(nn.Module):
         weight = self.weight.to(compute_dtype(x.dtype))
         plain = normalize(x, torch.ones_like(weight[0]), None, self.normalization, self.eps)
         return (plain * weight[:, None]).to(x.dtype)
+
+    own_forward = forward
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, {self.normalization}, eps={self.eps}"

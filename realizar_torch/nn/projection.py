@@ -1,5 +1,6 @@
 """Several linear modules applied to one input, which is quantized once for all of them."""
 
+import sys
 from collections.abc import Sequence
 from typing import TypeGuard
 
@@ -77,7 +78,23 @@ def are_gated(pair: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear]]
 
 def _only_multiplies(module: nn.Module) -> TypeGuard[QuantizedLinear]:
     # not type(module): a compiled model would compare those of each two modules in every call
-    return module.__class__ is QuantizedLinear and is_plain(module)
+    # and not what has_own_forward looks up in the class that it is given, for the same reason
+    return (
+        module.__class__ is QuantizedLinear
+        and QuantizedLinear.forward is QuantizedLinear.own_forward
+        and is_plain(module)
+    )
+
+
+def has_own_forward(kind: type[nn.Module]) -> bool:
+    """Whether a class that a faster way replaces computes what it was written to.
+
+    Such classes remember their forward: that of a subclass, or one that somebody has put in its place, is
+    another. torch's have no memory of it, but it was defined where they were.
+    """
+    if kind.__module__.startswith("torch."):
+        return getattr(kind.forward, "__globals__", None) is vars(sys.modules[kind.__module__])
+    return kind.forward is getattr(kind, "own_forward", None)
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -50,6 +50,8 @@ class RotaryEmbedding(nn.Module):
         cos, sin = angle.cos(), angle.sin()
         return (cos, sin) if self.magnitude == 1.0 else (cos * self.magnitude, sin * self.magnitude)
 
+    own_forward = forward
+
     def extra_repr(self) -> str:
         magnitude = f", magnitude={self.magnitude}" if self.magnitude != 1.0 else ""
         return f"{self.rotary_dim}, theta={self.theta}{', divisors' if self.divisors else ''}{magnitude}"
