@@ -1,7 +1,7 @@
 """Finding the text of special tokens inside a text, as llama.cpp does: everywhere the longest token first."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -45,20 +45,25 @@ class SpecialTokens:
     def split(self, text: str, *, parse_special: bool) -> list[str | int]:
         """Cut `text` into stretches of plain text (str, never empty) and special tokens (their ids)."""
         fragments: list[str | int] = [text] if text else []
-        for special in self._present(text, parse_special):
+        groups = (self._always, self._when_parsed) if parse_special else (self._always,)
+        for special in _present(text, *groups):
             fragments = [part for fragment in fragments for part in _cut(fragment, special)]
         return fragments
 
-    def _present(self, text: str, parse_special: bool) -> list[_Special]:
-        groups = (self._always, self._when_parsed) if parse_special else (self._always,)
-        return sorted(
-            special
-            for group in groups
-            for prefix, specials in group.items()
-            if prefix in text
-            for special in specials
-            if special.text in text
-        )
+    def named_in(self, text: str) -> dict[str, int]:
+        """Text and id of each control or unknown token whose text is in `text`, the longest first."""
+        return {special.text: special.id for special in _present(text, self._when_parsed)}
+
+
+def _present(text: str, *groups: Mapping[str, list[_Special]]) -> list[_Special]:
+    return sorted(
+        special
+        for group in groups
+        for prefix, specials in group.items()
+        if prefix in text
+        for special in specials
+        if special.text in text
+    )
 
 
 def _cut(fragment: str | int, special: _Special) -> Iterator[str | int]:

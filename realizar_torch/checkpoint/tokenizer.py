@@ -116,6 +116,10 @@ class Tokenizer:
         """A fresh incremental decoder with `push(id)` and `flush()`, for text that is shown as it grows."""
         return Detokenizer(self._pieces, skip_special_tokens=skip_special_tokens)
 
+    def special_tokens_in(self, text: str) -> dict[str, int]:
+        """Text and id of each token that `decode` skips and whose text is in `text`, the longest first."""
+        return self._special_tokens.named_in(text)
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

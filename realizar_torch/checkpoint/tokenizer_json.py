@@ -155,6 +155,10 @@ class JsonTokenizer:
         """A fresh incremental decoder with `push(id)` and `flush()`, for text that is shown as it grows."""
         return JsonDetokenizer(self, skip_special_tokens=skip_special_tokens)
 
+    def special_tokens_in(self, text: str) -> dict[str, int]:
+        """Text and id of each token that `decode` skips and whose text is in `text`, the longest first."""
+        return {special: token_id for token_id, special in self._special_texts.items() if special in text}
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -178,12 +182,14 @@ class JsonTokenizer:
 
     def is_special(self, token_id: int) -> bool:
         """True for tokens that stand for no text."""
-        return token_id in self._special_ids or self.vocab_size <= token_id < self._known_ids
+        return token_id in self._special_texts or self.vocab_size <= token_id < self._known_ids
 
     @functools.cached_property
-    def _special_ids(self) -> frozenset[int]:
+    def _special_texts(self) -> dict[int, str]:
+        """Id -> text, the longest first."""
         added = self._plain.get_added_tokens_decoder()
-        return frozenset(token_id for token_id, token in added.items() if token.special)
+        texts = {token_id: token.content for token_id, token in added.items() if token.special}
+        return dict(sorted(texts.items(), key=lambda item: -len(item[1])))
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_parsing"}

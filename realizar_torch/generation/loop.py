@@ -39,7 +39,7 @@ class Decoding:
     ) -> None:
         self._model = model
         self._request = request
-        needs_text = with_text or bool(request.stop_strings)
+        needs_text = with_text or bool(request.stop_strings.texts)
         self.rows = [
             RowStop(
                 request.stop_ids,
@@ -209,7 +209,8 @@ def generate_ids(
     SamplingParams; the penalty ignores padding.
     eos_token_id=None: an id or several; None: the file's end-of-generation ids; []: never stop. The stop
     token is kept. stop_strings=None: need ``tokenizer``; a row ends with the token that completes one of them
-    in its new text. pad_token_id=None: fills rows that end early; None: the file's pad id, or else a stop id.
+    in its new text, where the text of a special token ("<|im_end|>") also stands for the token, which has
+    none. pad_token_id=None: fills rows that end early; None: the file's pad id, or else a stop id.
     generator=None: a torch.Generator on the model's device; None: torch's default one.
     prefix_cache=None: a PrefixCache, which saves computing what prompts have in common.
     cuda_graph="auto": uses a graph where there is one; True insists.

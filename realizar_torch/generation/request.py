@@ -17,6 +17,7 @@ from realizar_torch.generation.arguments import (
 )
 from realizar_torch.generation.prefix import PrefixCache
 from realizar_torch.generation.sampling import SamplingParams
+from realizar_torch.generation.stopping import StopStrings
 from realizar_torch.generation.workspace import MAX_BATCH
 from realizar_torch.models.transformer import check_loaded
 
@@ -35,7 +36,7 @@ class Request:
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     pad_token_id: int
-    stop_strings: tuple[str, ...]
+    stop_strings: StopStrings
     tokenizer: Any
     generator: torch.Generator | None
     prefix_cache: PrefixCache | None = None
@@ -136,7 +137,7 @@ def make_request(
         sampling,
         stop_ids,
         pad,
-        strings,
+        StopStrings.of(strings, tokenizer),
         tokenizer,
         generator,
         prefix_cache,
