@@ -157,7 +157,12 @@ class JsonTokenizer:
 
     def special_tokens_in(self, text: str) -> dict[str, int]:
         """Text and id of each token that `decode` skips and whose text is in `text`, the longest first."""
-        return {special: token_id for token_id, special in self._special_texts.items() if special in text}
+        specials = self._special_texts.items()
+        # few beginnings, for what may be thousands of tokens and a long text
+        begun = {start for start in {special[:2] for _, special in specials} if start in text}
+        return {
+            special: token_id for token_id, special in specials if special[:2] in begun and special in text
+        }
 
     def apply_chat_template(
         self,
