@@ -5,12 +5,12 @@ from typing import Any, Unpack
 
 import torch
 
-from realizar_torch.caller import warn_caller
 from realizar_torch.errors import FormatError
 from realizar_torch.generation.arguments import check_model, check_tokenizer
 from realizar_torch.generation.loop import Decoding
 from realizar_torch.generation.options import Options, check_keywords
 from realizar_torch.generation.request import make_request
+from realizar_torch.generation.spelled_tokens import warn_of_control_tokens
 from realizar_torch.metrics import GenerationMetrics
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -58,12 +58,11 @@ def encode_prompt(tokenizer: Any, prompt_or_messages: Prompt) -> list[int]:
     """Ids of a text (special tokens as the file says) or of messages through the file's chat template.
 
     Messages are mappings with "role" and "content". FormatError for anything else, and for a prompt without
-    tokens. The text of control tokens is text; a warning says so, as who writes it mostly means the tokens.
+    tokens. The text of control tokens is text in the one and gives the tokens in the other, with a warning.
     """
     check_tokenizer(tokenizer)
     if isinstance(prompt_or_messages, str):
         ids = tokenizer.encode(prompt_or_messages)
-        _warn_of_spelled_tokens(tokenizer, prompt_or_messages)
     elif isinstance(prompt_or_messages, Sequence) and prompt_or_messages:
         if not all(isinstance(message, Mapping) for message in prompt_or_messages):
             raise FormatError(
@@ -75,19 +74,8 @@ def encode_prompt(tokenizer: Any, prompt_or_messages: Prompt) -> list[int]:
         raise FormatError(f"the prompt is {prompt_or_messages!r}; expected a str or a list of messages")
     if not ids:
         raise FormatError("the prompt has no tokens; this model's tokenizer adds none of its own")
+    warn_of_control_tokens(tokenizer, prompt_or_messages)
     return ids
-
-
-def _warn_of_spelled_tokens(tokenizer: Any, text: str) -> None:
-    # a tokenizer of the caller's own need not know its special tokens
-    spelled = tokenizer.special_tokens_in(text) if hasattr(tokenizer, "special_tokens_in") else {}
-    if spelled:
-        warn_caller(
-            f"the prompt holds {min(spelled, key=text.find)!r}, the text of a control token, and in a plain "
-            "prompt that is read as ordinary characters; where the token is meant, pass messages, for the "
-            "chat template, or give model.generate or BatchedGenerator the ids of tokenizer.encode(prompt, "
-            "parse_special=True), with add_special_tokens=False if the prompt has its own beginning token"
-        )
 
 
 def end_with_turn(model: Any, tokenizer: Any, options: Options) -> None:
