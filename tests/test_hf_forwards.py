@@ -13,8 +13,9 @@ from test_hf_modelling import MODEL_TYPES, modelling_file
 from test_hf_models import KNOWN, Requantized
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from transformers.activations import ACT2FN
 from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 
 import realizar_torch as rt
 from realizar_torch.hf import forwards
@@ -184,12 +185,40 @@ def test_a_hooked_activation_is_called_as_ever() -> None:
     assert torch.equal(model(IDS).logits, expected) and seen == [True]
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", [LlamaMLP, LlamaAttention, type(ACT2FN["silu"])], ids=lambda k: k.__name__)
 @torch.inference_mode()
-def test_another_activation_is_what_runs() -> None:
+def test_a_class_that_is_patched_after_loading_is_called(kind: Any, compiled: bool, monkeypatch) -> None:
+    torch._dynamo.reset()
+    model, own = model_of("llama"), kind.forward
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    before = run(IDS).logits
+
+    def halved(self: nn.Module, *args: Any, **options: Any) -> Any:
+        y = own(self, *args, **options)
+        return (y[0] / 2, *y[1:]) if isinstance(y, tuple) else y / 2
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", halved)
+        found = run(IDS).logits
+        # what is made meanwhile calls it, too
+        again, later = copy.deepcopy(model), model_of("llama")
+        assert all(torch.equal(one(IDS).logits, found) for one in (again, later))
+        expected = as_transformers_has_it(again)(IDS).logits
+    assert torch.equal(found, expected) and not torch.allclose(found, before)
+    assert torch.equal(run(IDS).logits, before)
+    if not compiled:
+        assert dispatches(lambda: model(IDS))["gated_linear"] == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("other", [nn.Hardswish(), nn.functional.hardswish], ids=["module", "function"])
+@torch.inference_mode()
+def test_another_activation_is_what_runs(other: Any) -> None:
     """Gates that no kernel knows are left to transformers."""
     model = model_of("llama")
     before = model(IDS).logits
-    model.model.layers[0].mlp.act_fn = nn.Hardswish()
+    del model.model.layers[0].mlp.act_fn
+    model.model.layers[0].mlp.act_fn = other
     found = dispatches(lambda: model(IDS))
     assert found["gated_linear"] == model.config.num_hidden_layers - 1
     assert not torch.equal(model(IDS).logits, before)

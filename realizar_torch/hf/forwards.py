@@ -1,8 +1,8 @@
 """MLPs and attentions of transformers whose packed projections multiply their one input together.
 
 A module gets a class that extends its own by a ``forward``; parameters, names and hooks stay where they are.
-Where a projection is hooked, adapted or replaced, the module's forward is that of transformers: the one that
-its class had when the module was made.
+Where a projection is hooked, adapted or replaced, or the forward of a class of transformers patched since a
+module of it was first extended, the module's forward is that of transformers.
 """
 
 import inspect
@@ -14,15 +14,26 @@ from torch import Tensor, nn
 from transformers.activations import ACT2CLS
 
 from realizar_torch.hf.extended import Extended, extend
-from realizar_torch.nn.projection import are_gated, are_shared, gated, is_plain, project
+from realizar_torch.nn.projection import (
+    are_gated,
+    are_shared,
+    gated,
+    has_own_forward,
+    is_plain,
+    project,
+)
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # of the names that transformers has for them
 _GATES = {
-    ACT2CLS["silu"]: "silu",
-    ACT2CLS["swish"]: "silu",
-    ACT2CLS["gelu"]: "gelu",
-    ACT2CLS["gelu_pytorch_tanh"]: "gelu_tanh",
+    kind: (name, kind.forward)
+    for kind, name in (
+        (ACT2CLS["silu"], "silu"),
+        (ACT2CLS["swish"], "silu"),
+        (ACT2CLS["gelu"], "gelu"),
+        (ACT2CLS["gelu_pytorch_tanh"], "gelu_tanh"),
+    )
+    if has_own_forward(kind)
 }
 
 
@@ -64,10 +75,18 @@ class _GatedMLP(Extended):
             return False
 
     def forward(self, x: Tensor) -> Tensor:
-        activation = _GATES.get(type(self.act_fn))
-        if activation is None or not is_plain(self.act_fn) or not are_gated((self.gate_proj, self.up_proj)):
+        activation = _gate(self.act_fn)
+        patched = self.extended_class.forward is not self.own_forward
+        if activation is None or patched or not are_gated((self.gate_proj, self.up_proj)):
             return super().forward(x)
         return self.down_proj(gated(x, self.gate_proj, self.up_proj, activation))
+
+
+def _gate(activation: Any) -> str | None:
+    """The name of an activation that kernels know, as long as nobody has changed it or its class."""
+    kind = type(activation)
+    name, forward = _GATES.get(kind, (None, None))
+    return name if name and kind.forward is forward and is_plain(activation) else None
 
 
 class _Attention(Extended):
@@ -90,7 +109,8 @@ class _Attention(Extended):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         projections = [getattr(self, name) for name in _PROJECTIONS]
-        if not are_shared(projections):
+        patched = self.extended_class.forward is not self.own_forward
+        if patched or not are_shared(projections):
             return super().forward(hidden_states, *args, **kwargs)
         outputs = project(hidden_states, projections)
         return self.own_forward(_Projected(self, hidden_states, outputs), hidden_states, *args, **kwargs)

@@ -90,9 +90,9 @@ def has_own_forward(kind: type[nn.Module]) -> bool:
     """Whether a class that a faster way replaces computes what it was written to.
 
     Such classes remember their forward: that of a subclass, or one that somebody has put in its place, is
-    another. torch's have no memory of it, but it was defined where they were.
+    another. Those of torch and transformers have no memory of it, but it was defined where they were.
     """
-    if kind.__module__.startswith("torch."):
+    if kind.__module__.startswith(("torch.", "transformers.")):
         return getattr(kind.forward, "__globals__", None) is vars(sys.modules[kind.__module__])
     return kind.forward is getattr(kind, "own_forward", None)
 
