@@ -10,8 +10,10 @@ from module_linears import ModuleLinears
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.generation import gpu_product, gpu_state, gpu_step, graph, loop, prompt_graph
 from realizar_torch.generation.causal_lm import CausalLM
+from realizar_torch.generation.fusable import obstacle
 from realizar_torch.generation.workspace import Workspace
 from realizar_torch.models.loading import load_transformer
+from realizar_torch.nn.norm import RMSNorm
 
 pytest.importorskip("triton")
 
@@ -146,3 +148,28 @@ def test_two_hundred_random_requests(tmp_path):
         CHANGES[pick("none", pick(*CHANGES))](model)
         request = pick(1, 4, 21, 50), pick(1, 2, 5), pick(2, 3, 9), pick(True, False)
         assert_as_from_a_new_state(model, *request, cuda_graph=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+def test_a_patched_class_is_called_between_requests_that_are_fused(interpreted, tmp_path, monkeypatch):
+    for module in (graph, gpu_state):
+        monkeypatch.setattr(module, "why_not", lambda model, _: obstacle(model))
+    model, calls, own = load(tmp_path), [], RMSNorm.forward
+
+    def counted(self, x):
+        calls.append(self)
+        return own(self, x)
+
+    def ask():
+        return model.generate(torch.tensor([[3, 5, 7]]), max_new_tokens=2, eos_token_id=[])
+
+    expected = ask()
+    with monkeypatch.context() as patch:
+        patch.setattr(RMSNorm, "forward", counted)
+        with pytest.warns(UserWarning, match=r"slower: RMSNorm\.forward was replaced"):
+            ask()
+        assert model.gpu_states._idle[-1].decoder is None
+    assert model.layers[0].mlp_norm in calls
+    count = len(calls)
+    assert torch.equal(ask(), expected) and len(calls) == count
+    assert model.gpu_states._idle[-1].decoder is not None
