@@ -87,11 +87,11 @@ def quantize_model(
 
     Modules that share a weight go on sharing it, and stay dense together. A weight stays dense, and the
     report says so, if it is excluded or in no pattern, would not become smaller, is of a subclass (which may
-    compute something else), has hooks or parametrizations, or no values (meta device). It also stays dense if
-    the source of a class in the model reads it, as T5's ``x.to(self.wo.weight.dtype)``, unless the pattern
-    that decides ends in the module's own name, as "*.wo" does. torch's encoder layers, which read weights for
-    speed alone, are kept from it. Weights are encoded one after the other: memory grows by one packed weight
-    and the encoder's slices.
+    compute something else), has hooks or parametrizations, or no values (meta device), or if anything else in
+    the model holds it as a parameter of its own. It also stays dense if the source of a class in the model
+    reads it, as T5's ``x.to(self.wo.weight.dtype)``, unless the pattern that decides ends in the module's own
+    name, as "*.wo" does. torch's encoder layers, which read weights for speed alone, are kept from it.
+    Weights are encoded one after the other: memory grows by one packed weight and the encoder's slices.
 
     FormatError, before anything is changed: an unknown format, a pattern that matches no such module, one
     weight in two formats, nothing to replace. FormatError for a weight with NaN or infinite values comes when
@@ -109,7 +109,8 @@ def quantize_model(
     plan = {"*": fmt_or_plan} if isinstance(fmt_or_plan, str) else fmt_or_plan
     formats = choose_formats(plan, names)
     readers = {n: reader for n, reader in weight_readers(model).items() if not _spelled(n, plan)}
-    work = deque((group, *_decide(group, formats, exclude, readers)) for group in groups)
+    holders = _other_holders(model, names)
+    work = deque((group, *_decide(group, formats, exclude, readers, holders)) for group in groups)
     count = len(groups)
     # work holds the groups alone, and each only until it is done: so dense weights go one by one
     del groups
@@ -182,6 +183,13 @@ def _weights(model: nn.Module) -> list[_Weight]:
     return [_Weight(weight, tuple(members[key])) for key, weight in weights.items()]
 
 
+def _other_holders(model: nn.Module, names: Iterable[str]) -> dict[int, str]:
+    """id of a parameter -> its name where it is not the weight of one of the modules ``names``."""
+    replaced = {f"{name}.weight" for name in names}
+    held = model.named_parameters(remove_duplicate=False)
+    return {id(parameter): name for name, parameter in held if name not in replaced}
+
+
 def _path(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
@@ -208,7 +216,11 @@ def _spelled(name: str, plan: Mapping[str, str]) -> bool:
 
 
 def _decide(
-    group: _Weight, formats: Mapping[str, BlockFormat], exclude: tuple[str, ...], readers: Mapping[str, str]
+    group: _Weight,
+    formats: Mapping[str, BlockFormat],
+    exclude: tuple[str, ...],
+    readers: Mapping[str, str],
+    holders: Mapping[int, str],
 ) -> tuple[BlockFormat | None, str | None]:
     """The format of a weight, or the reason why it stays dense."""
     for name, module in group.members:
@@ -220,6 +232,8 @@ def _decide(
             return None, f"{name} {reason}"
         if name in readers:
             return None, f"{name} is not only called: {readers[name]}"
+    if (holder := holders.get(id(group.weight))) is not None:
+        return None, f"the parameter {holder} is the same weight, and would not be packed"
     if len({_is_conv1d(module) for _, module in group.members}) > 1:
         return None, "shared by modules that read it in two directions"
     chosen = {formats[name].name for name in group.names}
