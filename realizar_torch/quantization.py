@@ -20,7 +20,8 @@ from realizar_torch.nn.linear import QuantizedLinear
 from realizar_torch.nn.weight_readers import leave_fast_paths, weight_readers
 from realizar_torch.ops.checks import ACTIVATIONS, FLOATS, check_callable, check_choice
 
-DEFAULT_EXCLUDE = ("lm_head",)
+# the head by itself and in wrappers
+DEFAULT_EXCLUDE = ("lm_head", "*.lm_head")
 _KINDS = (nn.Linear, nn.Embedding, DenseExperts)
 # linears of transformers, which need not be there: one of weight [in, out], one of nn.Linear's numbers
 _CONV1D = "transformers.pytorch_utils.Conv1D"
@@ -81,9 +82,9 @@ def quantize_model(
     Gemma's scaled embedding) and the dense experts of rt.load's models by packed modules, in place.
 
     fmt_or_plan: a format for all, or a dict of patterns (fnmatch, on full module names) and formats, of which
-    the first that matches decides. exclude: a pattern of modules that stay dense, or several; () excludes
-    none. activations: of the new linears. progress: called with (weights done, weights in all). Rows that are
-    no whole blocks are padded, as ``QuantizedLinear`` does.
+    the first that matches decides. exclude: a pattern of modules that stay dense, or several, () for none;
+    where not given, an ``lm_head`` at any depth. activations: of the new linears. progress: called with
+    (weights done, weights in all). Rows that are no whole blocks are padded, as ``QuantizedLinear`` does.
 
     Modules that share a weight go on sharing it, and stay dense together. A weight stays dense, and the
     report says so, if it is excluded or in no pattern, would not become smaller, is of a subclass (which may

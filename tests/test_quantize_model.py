@@ -93,6 +93,21 @@ def test_a_tied_head_that_is_excluded_keeps_the_embedding_dense():
     assert [(m.names, m.reason) for m in report.skipped] == [(("embed", "lm_head"), "lm_head is excluded")]
 
 
+@pytest.mark.parametrize("path", ["model", "base_model.model", "lm_head.module"])
+def test_a_head_inside_a_wrapper_stays_dense_as_one_at_the_top(path):
+    """Adapters, data-parallel and other wrappers put names before it."""
+    model = Small()
+    for name in reversed(path.split(".")):
+        model = nn.ModuleDict({name: model})
+    report = rt.quantize_model(model, "Q8_0")
+    assert [(m.names, m.reason) for m in report.skipped] == [
+        ((f"{path}.lm_head",), f"{path}.lm_head is excluded")
+    ]
+    # one pattern that is asked for has to match
+    with pytest.raises(rt.FormatError, match="'lm_head' matches nothing"):
+        rt.quantize_model(nn.ModuleDict({"model": Small()}), "Q8_0", exclude="lm_head")
+
+
 def test_a_weight_that_is_read_in_two_directions_stays_dense():
     """A square one, so that no shape would tell."""
     from transformers.pytorch_utils import Conv1D
