@@ -1,6 +1,8 @@
 """tokenizer.json behind the Tokenizer interface: ids of the library, streaming as decoding, stop ids."""
 
+import copy
 import json
+import pickle
 import random
 
 import pytest
@@ -69,6 +71,14 @@ def test_the_text_of_special_tokens_is_text_unless_asked_otherwise(bpe):
     assert 1 not in ids and len(ids) == 12
     # both ways again: one does not change the other
     assert bpe.encode("<|im_start|>", parse_special=True) == [1] and bpe.encode("<|im_start|>") == ids
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))])
+def test_in_copies_too(duplicate, bpe):
+    expected = bpe.encode("<|im_start|>"), bpe.encode("<|im_start|>", parse_special=True)
+    other = duplicate(bpe)
+    assert (other.encode("<|im_start|>"), other.encode("<|im_start|>", parse_special=True)) == expected
+    assert bpe.encode("<|im_start|>") == expected[0]
 
 
 def test_what_tokenizer_json_adds_is_added(directory):

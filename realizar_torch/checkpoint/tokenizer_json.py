@@ -199,6 +199,11 @@ class JsonTokenizer:
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_parsing"}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # which the library's copies forget
+        self._plain.encode_special_tokens = True
+
 
 class JsonDetokenizer:
     """`push` each id, then `flush` once: the pieces put together are `JsonTokenizer.decode` of all ids.
