@@ -9,7 +9,7 @@ from realizar_torch.checkpoint.sentence_piece import SentencePiece
 from realizar_torch.checkpoint.special_tokens import SpecialTokens
 from realizar_torch.checkpoint.token_checks import check_ids, check_text
 from realizar_torch.checkpoint.token_kinds import Kind
-from realizar_torch.checkpoint.tokenizer_metadata import TokenizerMetadata
+from realizar_torch.checkpoint.tokenizer_metadata import CHAT_TEMPLATE, TokenizerMetadata
 from realizar_torch.checkpoint.turn_end import find_turn_end
 from realizar_torch.checkpoint.vocabulary import BYTE_LEVEL, Vocabulary
 from realizar_torch.errors import UnsupportedArchitectureError
@@ -26,10 +26,11 @@ class Tokenizer:
         vocabulary: Vocabulary,
         model: ByteLevelBPE | SentencePiece,
         special_tokens: SpecialTokens,
-        chat_template: str | None = None,
+        metadata: Mapping[str, Any],
     ) -> None:
         self.vocabulary = vocabulary
-        self.chat_template = chat_template
+        self.chat_template: str | None = metadata.get(CHAT_TEMPLATE)
+        self._metadata = metadata
         self._model = model
         self._special_tokens = special_tokens
         self._pieces = Pieces(vocabulary)
@@ -52,7 +53,20 @@ class Tokenizer:
         # Phi-3's tokens swallow the spaces behind them; no key says so, and llama.cpp goes by the name, too
         name = str(metadata.get("general.name", "")).lower()
         special_tokens = SpecialTokens(vocabulary, strip_right="phi-3" in name or "phi3" in name)
-        return cls(vocabulary, model, special_tokens, metadata.get("tokenizer.chat_template"))
+        return cls(vocabulary, model, special_tokens, metadata)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The entries from which `from_gguf` makes the same tokenizer; arrays may lie in the file."""
+        entries = {key: value for key, value in self._metadata.items() if key.startswith("tokenizer.")}
+        entries.pop(CHAT_TEMPLATE, None)
+        if self.chat_template is not None:
+            entries[CHAT_TEMPLATE] = self.chat_template
+        return {"general.name": self._metadata.get("general.name", ""), **entries}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # of a file's metadata only what is needed: its mapping is no value
+        return {**self.__dict__, "_metadata": self.metadata}
 
     @property
     def vocab_size(self) -> int:

@@ -11,7 +11,7 @@ from realizar_torch.checkpoint.json_files import read_json, read_text
 from realizar_torch.checkpoint.token_checks import check_ids, check_text, checked_id
 from realizar_torch.checkpoint.token_kinds import Kind, correct_kinds
 from realizar_torch.checkpoint.tokenizer import Tokenizer
-from realizar_torch.checkpoint.tokenizer_metadata import TokenizerMetadata
+from realizar_torch.checkpoint.tokenizer_metadata import CHAT_TEMPLATE, TokenizerMetadata
 from realizar_torch.checkpoint.turn_end import find_turn_end
 from realizar_torch.errors import CheckpointError, UnsupportedArchitectureError
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 TOKENIZER_JSON = "tokenizer.huggingface.json"
 SPECIAL_TOKENS = "tokenizer.huggingface.special_tokens"
 END_IDS = "tokenizer.huggingface.eos_token_ids"
-CHAT_TEMPLATE = "tokenizer.chat_template"
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 # many times what the largest vocabularies have; bounds the memory that a hostile id can cost
 _MOST_IDS = 1 << 24
@@ -138,6 +137,17 @@ class JsonTokenizer:
     def _parsing(self) -> Any:
         """The same, taking the text of special tokens for the tokens."""
         return _parse(self._text, "tokenizer.json")
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The entries from which `from_metadata` makes the same tokenizer."""
+        template = {} if self.chat_template is None else {CHAT_TEMPLATE: self.chat_template}
+        return {
+            TOKENIZER_JSON: self._text,
+            SPECIAL_TOKENS: self._special_tokens,
+            END_IDS: list(self.eos_token_ids),
+            **template,
+        }
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Ids of `text`, as `Tokenizer.encode`; `add_special_tokens` adds what tokenizer.json says."""

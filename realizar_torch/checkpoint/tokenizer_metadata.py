@@ -9,6 +9,8 @@ import numpy as np
 from realizar_torch.checkpoint.overridden import wrong_entry
 from realizar_torch.errors import FormatError, GGUFError
 
+CHAT_TEMPLATE = "tokenizer.chat_template"
+
 
 class TokenizerMetadata:
     """`metadata` maps full keys to values, as `GGUFFile.metadata` does; arrays may be lazy."""

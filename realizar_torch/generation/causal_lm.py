@@ -114,7 +114,7 @@ def load(
     )
     assert isinstance(model, CausalLM)
     prepack(model)
-    model.origin = Origin.of(source)
+    model.origin = Origin.of(source, None if tokenizer is None else opened)
     model.max_seq_len, model.kv_dtype = positions, cache_type
     model.eos_token_ids, model.pad_token_id = opened.eos_token_ids, opened.pad_token_id
     if target.type == "cuda" and batch_size > 1:

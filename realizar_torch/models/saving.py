@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from realizar_torch import packing
+from realizar_torch.caller import warn_caller
 from realizar_torch.checkpoint.gguf_errors import shown_path
 from realizar_torch.checkpoint.safetensors_files import INDEX_FILE, SINGLE_FILE
 from realizar_torch.errors import CheckpointError, FormatError
@@ -62,6 +63,8 @@ def save(
     model: Transformer, directory: str | os.PathLike[str], *, max_shard_size: int = DEFAULT_SHARD_BYTES
 ) -> None:
     """Writes a model that rt.load made, quantized since or not, with its tokenizer's data into ``directory``.
+    That is the tokenizer that ``rt.load`` was given, if it was; one of the caller's own class is not saved,
+    with a warning, and has to be given again.
 
     directory: created with its parents; it must not hold anything yet. All files are written beside it first
     and appear at once, or not at all; into an empty directory that is there they are moved, realizar.json
@@ -84,6 +87,11 @@ def save(
         raise FormatError(f"max_shard_size is {max_shard_size!r}; expected a number of bytes, at least 1")
     entries, tied = _entries(model)
     target = check_target(directory)
+    if origin.foreign_tokenizer is not None:
+        warn_caller(
+            f"this model was loaded with a tokenizer of the class {origin.foreign_tokenizer}, which rt.save "
+            "cannot write: the directory gets none; give rt.load(..., tokenizer=...) the same one again"
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
