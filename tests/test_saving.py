@@ -102,7 +102,8 @@ def test_the_state_dict_is_in_the_files_under_its_own_names(model_file, pristine
     before = state(model)
     for parameter in model.parameters():
         parameter.data.zero_()
-    model.load_state_dict(stored)
+    with pytest.warns(UserWarning, match="have as many bytes"):
+        model.load_state_dict(stored)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -222,14 +223,14 @@ def test_an_interrupted_write_leaves_nothing(model_file, tmp_path, monkeypatch, 
 
 
 def test_what_cannot_be_saved_is_refused(model_file, tmp_path):
-    with pytest.raises(rt.FormatError, match=r"a model that rt\.load made, not this Linear"):
+    with pytest.raises(rt.FormatError, match=r"rt\.load made, not this Linear.*torch\.save\("):
         rt.save(torch.nn.Linear(3, 3), tmp_path / "x")
     model, _ = rt.load(model_file)
     for size in (0, 1.5, True, "5GB"):
         with pytest.raises(rt.FormatError, match="max_shard_size"):
             rt.save(model, tmp_path / "x", max_shard_size=size)
     model.layers[1].mlp.adapter = torch.nn.Linear(3, 3)
-    with pytest.raises(rt.FormatError, match=r"does not know layers\.1\.mlp\.adapter\.weight"):
+    with pytest.raises(rt.FormatError, match=r"not know layers\.1\.mlp\.adapter\.weight.*torch\.save\("):
         rt.save(model, tmp_path / "x")
     assert not (tmp_path / "x").exists()
 

@@ -81,7 +81,7 @@ def save(
     if not isinstance(origin, Origin):
         raise FormatError(
             f"rt.save takes a model that rt.load made, not this {type(model).__name__}; save other modules "
-            "by their state_dict, whose _metadata tells the formats"
+            "with torch.save(model.state_dict(), file), which keeps the formats of packed weights (_metadata)"
         )
     if type(max_shard_size) is not int or max_shard_size < 1:
         raise FormatError(f"max_shard_size is {max_shard_size!r}; expected a number of bytes, at least 1")
@@ -137,7 +137,7 @@ def _entries(model: Transformer) -> tuple[list[_Entry], dict[str, str]]:
         if gguf_name(entry.name) is None:
             raise FormatError(
                 f"rt.save does not know {entry.name}, which rt.load did not make; merge or remove what was "
-                "added to the model (adapters), or save its state_dict with safetensors"
+                "added to the model (adapters), or save all with torch.save(model.state_dict(), file)"
             )
         if id(entry.stored) in first:
             tied[entry.name] = first[id(entry.stored)]

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from realizar_torch.caller import warn_caller
 from realizar_torch.errors import FormatError
-from realizar_torch.formats import get_packed_format
+from realizar_torch.formats import PACKED_FORMATS, get_packed_format
 from realizar_torch.ops.checks import ACTIVATIONS, check_choice, check_weight
 
 Formats = str | None | tuple[str | None, ...]
@@ -63,7 +64,10 @@ def save_form(destination: Mapping[str, torch.Tensor], prefix: str, fmt: Formats
 def check_state(
     state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], fmt: Formats, columns: int
 ) -> None:
-    """Refuse a state dict of another format or width, or one that holds floats where packed bytes belong."""
+    """Refuse a state dict of another format or width, or one that holds floats where packed bytes belong.
+
+    Without metadata nobody knows the format; a UserWarning tells where bytes may be those of another.
+    """
     stored = metadata.get("fmt", fmt)
     if stored != fmt:
         raise FormatError(
@@ -83,3 +87,17 @@ def check_state(
                 f"{prefix}{key} is {tensor.dtype}, expected torch.uint8 bytes of {name} blocks; "
                 "a float weight has to be quantized first"
             )
+        if name is not None and tensor is not None and "fmt" not in metadata:
+            _warn_of_look_alikes(tensor, name, columns)
+
+
+def _warn_of_look_alikes(blocks: torch.Tensor, fmt: str, columns: int) -> None:
+    fitting = [other.name for other in PACKED_FORMATS if blocks.shape[-1:] == (other.row_bytes(columns),)]
+    if fmt in fitting and len(fitting) > 1:
+        others = " and ".join(name for name in fitting if name != fmt)
+        # no key: modules of one format say the same, which Python shows once
+        warn_caller(
+            f"packed bytes without the metadata that tell their format were taken for {fmt}, for which the "
+            f"module was made; rows of {others} have as many bytes. Load what state_dict() or torch.load "
+            "gives, with its _metadata: a plain dict, a comprehension and safetensors lose them"
+        )
