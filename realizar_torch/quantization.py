@@ -95,8 +95,8 @@ def quantize_model(
     Weights are encoded one after the other: memory grows by one packed weight and the encoder's slices.
 
     FormatError, before anything is changed: an unknown format, a pattern that matches no such module, one
-    weight in two formats, nothing to replace. FormatError for a weight with NaN or infinite values comes when
-    it is met: the weights before it are packed then.
+    weight in two formats, nothing to replace. FormatError for a weight with values that no block can hold
+    comes when it is met: the weights before it are packed then.
     """
     check_choice("activations", activations, ACTIVATIONS)
     check_callable("progress", progress)

@@ -95,7 +95,10 @@ class EncodedSource(SourceView):
         if self._last is None or self._last[0] != name:
             self._last = None
             dense = super().read(name)
-            blocks = ops.quantize(dense.flatten(0, -2), fmt.name).view(*dense.shape[:-1], -1)
+            try:
+                blocks = ops.quantize(dense.flatten(0, -2), fmt.name).view(*dense.shape[:-1], -1)
+            except FormatError as error:
+                raise FormatError(f"{shown_path(self.path)}: {name}: {error}") from None
             del dense
             self.release(name)
             self._last = name, blocks

@@ -149,8 +149,9 @@ def quantize(weight: Tensor, fmt: str, *, importance: Tensor | None = None) -> T
 
     The blocks are those of ggml's reference quantizer on x86-64, byte for byte, on every device; ``fmt`` is
     one of ``supported_formats()``. ``importance [K]``, non-negative: how much the squared error of each
-    column matters (llama.cpp's imatrix). Computed in float32; the result has no derivative. A scale beyond
-    fp16 is stored as infinity, as ggml does. FormatError: unknown format, wrong shape or type, NaN, infinity.
+    column matters (llama.cpp's imatrix). Computed in float32; the result has no derivative. FormatError:
+    unknown format, wrong shape or type, NaN, infinity, and values whose scale fp16 cannot hold, for which
+    ggml stores infinity.
     """
     checks.check_dense_arguments(fmt, weight=weight, importance=importance)
     return torch.ops.realizar_torch.quantize(

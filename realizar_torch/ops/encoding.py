@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from realizar_torch.encode import encode
+from realizar_torch.encode.reach import check_held
 from realizar_torch.errors import FormatError
 from realizar_torch.ops import checks, cpu, torch_kernels
 from realizar_torch.ops.library import LIBRARY
@@ -35,14 +36,16 @@ def quantize(
     blocks = weight.new_empty(rows, spec.row_bytes(columns), dtype=torch.uint8)
     for part in torch_kernels.row_slices(rows, columns, chunk_bytes):
         values = weight[part].to(torch.float32).contiguous()
-        _check_finite(values, part.start)
+        extremes = torch.stack(values.aminmax())
+        _check_finite(values, extremes, part.start)
         blocks[part] = encoder(values, spec.name, importance)
+        check_held(values, extremes, blocks[part], spec, part.start)
     return blocks
 
 
-def _check_finite(values: Tensor, first_row: int) -> None:
+def _check_finite(values: Tensor, extremes: Tensor, first_row: int) -> None:
     # NaN passes through both ends
-    if torch.stack(values.aminmax()).isfinite().all():
+    if extremes.isfinite().all():
         return
     row, column = (~values.isfinite()).nonzero()[0].tolist()
     raise FormatError(
