@@ -8,6 +8,7 @@
 
 peft learns of the layer through the config object alone, and does not store that: pass a loaded one through
 ``packed`` as well. Packed bytes take no update, so merging is refused until ``dequantize`` has replaced them.
+For a model of ``rt.load`` leave ``task_type`` None: for "CAUSAL_LM" peft needs a model of transformers.
 """
 
 from collections.abc import Iterable

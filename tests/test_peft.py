@@ -291,6 +291,23 @@ def test_mixed_precision_and_two_adapters() -> None:
     assert (mixed[0] - y[0]).abs().max() > 2**-3 * y.abs().max()
 
 
+@pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_2_SEQ_LM"])
+def test_a_task_type_that_needs_transformers_is_told_what_to_do(task: str, tmp_path: Path) -> None:
+    path = write_tiny_llama(tmp_path / "m.gguf", sizes=TINY._replace(layers=1))
+    base, _ = rt.load(path, device="cpu")
+    assert not hasattr(base, "prepare_inputs_for_generation")
+    config = rt.lora.packed(LoraConfig(r=4, target_modules=["q_proj"], task_type=task))
+    words = "has no prepare_inputs_for_generation.*load the model again.*leave task_type None.*from_gguf"
+    with pytest.raises(AttributeError, match=words):
+        get_peft_model(base, config)
+    base, _ = rt.load(path, device="cpu")
+    assert base.norm is base.get_submodule("norm")
+    with pytest.raises(AttributeError, match="has no attribute 'prepare'"):
+        base.prepare  # noqa: B018
+    config.task_type = None
+    assert type(get_peft_model(base, config)) is PeftModel
+
+
 def test_a_whole_transformer_trains_and_compiles(tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path / "m.gguf", sizes=TINY._replace(layers=1))
     base, _ = rt.load(path, device="cpu")

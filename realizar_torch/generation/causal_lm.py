@@ -48,6 +48,16 @@ class CausalLM(Transformer):
 
     generate = generate_ids
 
+    def __getattr__(self, name: str) -> torch.Tensor | torch.nn.Module:
+        # a property would lose its message: Python comes here when one raises AttributeError
+        if name == "prepare_inputs_for_generation":
+            raise AttributeError(
+                f"a {type(self).__name__} has no {name}, as transformers' models have, which peft asks for "
+                'where LoraConfig has the task_type "CAUSAL_LM" or "SEQ_2_SEQ_LM": load the model again, '
+                "since peft has added adapters to this one, and leave task_type None, or take rt.hf.from_gguf"
+            )
+        return super().__getattr__(name)
+
 
 def load(
     path_or_ref: str | Path,
