@@ -157,7 +157,10 @@ def _rings(device: torch.device) -> Iterator[Tensor]:
     parts = quantize_activations(_activations(1, device, columns), columns)
     bias, residual = torch.randn(3 * rows, device=device), torch.randn(1, rows, device=device)
     one = (*parts, weights[0], fmts[0], columns)
+    x = _activations(1, device, columns)
     with small_rings(2):
+        yield matvec(x, *one[3:], bias[:rows], residual=residual)
+        yield gate_up(x, weights[0], weights[0].clone(), fmts[0], columns)
         yield matvec_int8(*one, bias[:rows], residual=residual, dependent=True)
         yield gate_up_int8(*parts, weights[0], weights[0].clone(), fmts[0], columns, dependent=True)
         yield qkv_int8(*parts, weights, fmts, columns, bias, layouts=layouts, dependent=True)

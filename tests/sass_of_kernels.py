@@ -1,6 +1,6 @@
-"""Compiles the int8 matvecs for Hopper, without a GPU, and prints the instructions of their loops as JSON.
+"""Compiles matvecs for Hopper, without a GPU, and prints the instructions of their loops as JSON.
 
-TRITON_INTERPRET=0 python tests/sass_of_kernels.py Q4_K:ggml:4096 Q6_K:planar:4096:ring
+TRITON_INTERPRET=0 python tests/sass_of_kernels.py Q4_K:ggml:4096 Q6_K:planar:4096:ring Q4_K:ggml:4096:float
 """
 
 import collections
@@ -16,7 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from realizar_torch import packing
-from realizar_torch.triton_kernels.matvec import matvec_int8
+from realizar_torch.triton_kernels.matvec import matvec, matvec_int8
 
 ROWS, MANY_ROWS = 8, 1 << 15
 
@@ -64,17 +64,20 @@ def main() -> None:
     JITFunction.run = only_compile
     loops, rings = {}, {}
     for name in sys.argv[1:]:
-        fmt, layout, columns, *ring = name.split(":")
+        fmt, layout, columns, *kind = name.split(":")
         width = int(columns)
         q = torch.zeros(1, width, dtype=torch.int8)
         scales = torch.zeros(1, width // 32), torch.zeros(1, width // 16)
         weight = packing.pack(random_blocks(fmt, ROWS, width), fmt, layout).clone()
-        if ring:
+        if kind:
             # nobody reads them, and a program has as many tiles as its ring
             weight = torch.empty(MANY_ROWS, weight.shape[1], dtype=torch.uint8)
-        matvec_int8(q, *scales, weight, fmt, width, layout=layout, dependent=bool(ring))
+        if kind == ["float"]:
+            matvec(q.float(), weight, fmt, width, layout=layout)
+        else:
+            matvec_int8(q, *scales, weight, fmt, width, layout=layout, dependent=bool(kind))
         loops[name] = loop_of(compiled[-1].asm["sass"])
-        if ring:
+        if kind:
             rings[name] = steps_of(compiled[-1].asm["ptx"])
     print(json.dumps({"loops": loops, "rings": rings}))
 

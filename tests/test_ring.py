@@ -8,7 +8,14 @@ import itertools
 
 import pytest
 import torch
-from cases import PACKED, assert_within, int8_kernel_tolerance, random_activations, random_blocks
+from cases import (
+    PACKED,
+    assert_within,
+    float_tolerance,
+    int8_kernel_tolerance,
+    random_activations,
+    random_blocks,
+)
 from ring_shapes import launches_overlap, small_rings
 
 from realizar_torch import packing, reference
@@ -104,6 +111,39 @@ def test_gate_and_up(fmt: str, rings) -> None:
     assert_within(y, active * u, tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fmt", RINGED)
+def test_rows_times_floats(fmt: str, dtype: torch.dtype, rings) -> None:
+    """In rows whose last block is not full, and behind which x has no more elements."""
+    case = Case(fmt)
+    columns = case.columns - 13
+    x = torch.full((case.columns,), torch.nan, dtype=dtype, device=DEVICE)[:columns]
+    x.copy_(random_activations(1, columns)[0])
+    bias, residual = torch.randn(ROWS, device=DEVICE), torch.randn(1, ROWS, device=DEVICE).to(dtype)
+    memory = torch.full((ROWS + 64,), torch.nan, dtype=dtype, device=DEVICE)
+    out = memory[:ROWS].view(1, ROWS)
+    options = {"residual": residual, "out": out, "layout": case.layout}
+    matvecs.matvec(x[None], case.weight, fmt, columns, bias, dependent=True, **options)
+    assert len(rings) == 1 and rings[0].rows > 1
+    decoded = case.decoded[:, :columns]
+    expected = x.double() @ decoded.T + bias + residual
+    assert_within(out, expected, float_tolerance(x[None], decoded, dtype) + 1e-6 * expected.abs())
+    assert memory[ROWS:].isnan().all()
+
+
+@pytest.mark.parametrize("fmt", ["Q4_K", "Q6_K", "Q8_0"])
+def test_gate_and_up_of_floats(fmt: str, rings) -> None:
+    gate, up = Case(fmt), Case(fmt, seed=1)
+    x = random_activations(1, gate.columns).to(DEVICE) / 30
+    y = gate_ups.gate_up(x, gate.weight, up.weight, fmt, gate.columns, layout=gate.layout)
+    assert len(rings) == 1
+    g, u = x.double() @ gate.decoded.T, x.double() @ up.decoded.T
+    active = torch.nn.functional.silu(g)
+    bounds = float_tolerance(x, gate.decoded), float_tolerance(x, up.decoded)
+    tolerance = 1.2 * bounds[0] * u.abs() + bounds[1] * active.abs() + 3e-6 * (active * u).abs() + 1e-9
+    assert_within(y, active * u, tolerance)
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("fmts", [("Q4_K", "Q4_K", "Q6_K"), ("Q8_0", "Q5_K", "Q4_1")])
 def test_three_weights_of_different_formats(fmts: tuple[str, ...], biased: bool, rings) -> None:
@@ -164,17 +204,20 @@ def test_rings_fit_into_a_multiprocessor(fmt: str) -> None:
     for rows, columns, weights in itertools.product(
         (1, 3, 4096, 128256), (256, 768, 2048, 4096, 14336, 28672, 65536), (1, 2)
     ):
-        for before_attention in (False, True):
-            ring = choose_ring(fmt, rows, columns, weights, before_attention=before_attention)
+        for before_attention, activations in ((False, "int8"), (True, "int8"), (False, "float")):
+            options = {"before_attention": before_attention, "activations": activations}
+            ring = choose_ring(fmt, rows, columns, weights, **options)
             if ring is None:
                 continue
             found += 1
+            # the activations of a thread and what it decodes
+            assert ring.registers >= (128 if activations == "float" else 64)
             assert ring.bytes == ring.rows * ring.stages * weights * spec.row_bytes(columns) <= 48 << 10
             assert 1 <= ring.rows <= rows and 1 <= ring.stages <= 3 and ring.programs >= 1
             # allocated in units of 128 bytes; 1 KB is the system's, some bytes are Triton's
             at_once, taken = ring.programs // 132, -(-(ring.bytes + 128) // 128) * 128 + 1024
             assert at_once * taken <= 228 << 10 and ring.bytes + 128 <= 48 << 10
-            assert at_once * ring.warps <= 32 and 64 <= ring.registers <= 65536 // (32 * at_once * ring.warps)
+            assert at_once * ring.warps <= 32 and ring.registers <= 65536 // (32 * at_once * ring.warps)
     assert found > 20
 
 
@@ -187,6 +230,9 @@ def test_real_sizes(fmt: str, rows: int, columns: int) -> None:
     options = {"out": out, "layout": case.layout, "dependent": True}
     matvecs.matvec_int8(*case.q, case.weight, fmt, columns, **options)
     assert_within(out, case.product, case.tolerance)
+    x = random_activations(1, columns).to(DEVICE)
+    matvecs.matvec(x, case.weight, fmt, columns, **options)
+    assert_within(out, x.double() @ case.decoded.T, float_tolerance(x, case.decoded))
 
 
 @pytest.mark.gpu

@@ -44,6 +44,14 @@ def test_a_ring_is_filled_by_copies_and_nothing_else_is_read_in_its_loop() -> No
         ], (name, steps)  # fmt: skip
 
 
+def test_a_ring_of_floats_reads_no_activations_in_its_loop() -> None:
+    found = printed_by("sass_of_kernels.py", *(f"{name}:float" for name in (*LOOPS, "Q4_K:ggml:14336")))
+    for name, loop in found["loops"].items():
+        assert not loop.keys() & {"LDG", "LDL", "STL"} and loop["LDGSTS"], (name, loop)
+        # one fused product a weight; all in all 4.1 to 5.1 instructions as measured
+        assert loop["FFMA"] >= 64 and sum(loop.values()) <= 6 * loop["FFMA"], (name, loop)
+
+
 def test_rows_of_one_block_compile_in_every_format() -> None:
     # one lane: the compiler once refused a hint that it had moved to a scalar
     names = [f"{fmt.name}:ggml:{fmt.block_size}" for fmt in PACKED_FORMATS]

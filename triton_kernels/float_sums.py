@@ -71,6 +71,49 @@ def add_float(
 
 
 @triton.jit
+def load_floats(x, COLUMNS: tl.constexpr, FMT: tl.constexpr, LANES: tl.constexpr):
+    """What every row is multiplied with, one unit per lane: (words, sums), fp32 ``[1, LANES, 4]`` per word of
+    the unit and ``[1, LANES]`` per scale (none without a minimum). Columns past x's COLUMNS are 0.
+    """
+    SHARED: tl.constexpr = planes_per_scale(FMT)
+    block, unit = lane_position(0, FMT, LANES // units(FMT))
+    start = tl.expand_dims(block * block_size(FMT) + 16 * group_of(unit, 0, FMT), -1) + tl.arange(0, 4)
+    words, sums = (), ()
+    for i in tl.static_range(planes(FMT) // SHARED):
+        total = tl.zeros([1, LANES], tl.float32)
+        for word in tl.static_range(4 * SHARED):
+            column = start + (16 * groups_ahead(FMT, i * SHARED + word // 4) + 4 * (word % 4))
+            values = tl.load(x + column, mask=column < COLUMNS, other=0).to(tl.float32)
+            words = words + (values,)
+            total += tl.sum(values, 2)
+        if has_minimum(FMT):
+            sums = sums + (total,)
+    return words, sums
+
+
+@triton.jit
+def add_floats(total, decoded, x, FMT: tl.constexpr):
+    """``total`` (one per group) plus a decoded tile times what ``load_floats`` gave; see ``add_float``."""
+    SHARED: tl.constexpr = planes_per_scale(FMT)
+    vector, sums = x
+    for g in tl.static_range(len(decoded)):
+        words, s, minimum, d, dmin = decoded[g]
+        updated = total[g]
+        for i in tl.static_range(planes(FMT) // SHARED):
+            # four sums, each of every fourth weight
+            dots = tl.zeros([total[g].shape[0], total[g].shape[1], 4], tl.float32)
+            for p in tl.static_range(i * SHARED, (i + 1) * SHARED):
+                w = split_words(words[p])
+                for j in tl.static_range(4):
+                    dots += word_quants(w[j], p, FMT) * vector[4 * p + j]
+            updated += scale_of(s, d, i * SHARED, FMT) * tl.sum(dots, 2)
+            if has_minimum(FMT):
+                updated -= minimum_of(minimum, dmin, i * SHARED, FMT) * sums[i]
+        total = replace(total, g, updated)
+    return total
+
+
+@triton.jit
 def float_sums(
     groups, blocks, x, in_features,
     FMT: tl.constexpr, PLANAR: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, CB: tl.constexpr,

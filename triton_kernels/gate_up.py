@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from realizar_torch.errors import FormatError
-from realizar_torch.triton_kernels.configs import Launch, choose
+from realizar_torch.triton_kernels.configs import Launch, RingLaunch, choose
 from realizar_torch.triton_kernels.float_sums import float_sums
 from realizar_torch.triton_kernels.launch import (
     MAX_ROWS,
@@ -92,21 +92,21 @@ def _gate_up_int8_kernel(
 
 @triton.jit(do_not_specialize=["n_rows", "programs"])
 def _gate_up_ring_kernel(
-    gate, up, n_rows, programs, xq, xscale, xsums, out,
+    gate, up, n_rows, programs, x, scale, sums, out,
     FMT: tl.constexpr, PLANAR: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, THREADS: tl.constexpr, BYTES: tl.constexpr,
+    STAGES: tl.constexpr, THREADS: tl.constexpr, BYTES: tl.constexpr, COLUMNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """As the int8 kernel for one vector: every ``programs``-th tile of R rows of both, see ring.py."""
+    """As the int8 or float kernel for one vector: every ``programs``-th tile of R rows of both (ring.py)."""
     program = tl.program_id(0)
     weights, ring = (gate, up), open_ring(BYTES)
     fill_ring(ring, weights, program, programs, n_rows, FMT, BLOCKS, R, EVEN, THREADS, STAGES)
     wait_and_release("before", True)
-    x = load_row_vector(xq, xscale, xsums, FMT, BLOCKS, THREADS)
+    vector = load_row_vector(x, scale, sums, COLUMNS, FMT, BLOCKS, THREADS)
     slot = ring
     for tile in range(program, tl.cdiv(n_rows, R), programs):
         total = next_sums(
-            slot, weights, tile, programs, n_rows, x, FMT, PLANAR, BLOCKS, R, EVEN, THREADS, STAGES
+            slot, weights, tile, programs, n_rows, vector, FMT, PLANAR, BLOCKS, R, EVEN, THREADS, STAGES
         )
         slot = next_slot(slot, ring, 2, FMT, BLOCKS, R, STAGES)
         store_products(total, tile * R, n_rows, out, 1, R, ACTIVATION)
@@ -168,14 +168,7 @@ def gate_up_int8(
         return result
     ring = ring_for([first, second], q.shape[0]) if dependent and launch is None else None
     if ring is not None:
-        programs = min(triton.cdiv(first.rows, ring.rows), ring.programs)
-        with on_device(device):
-            _gate_up_ring_kernel[(programs,)](
-                gate, up, first.rows, programs, q.view(torch.int32), scale, sums, result,
-                **ring_constants(first, ring), THREADS=32 * ring.warps, BYTES=ring.bytes,
-                ACTIVATION=activation,
-                num_warps=ring.warps, maxnreg=ring.registers, enable_fp_fusion=True, launch_pdl=True,
-            )  # fmt: skip
+        _through_ring(first, second, ring, q.view(torch.int32), scale, sums, result, activation, True)
         return result
     shape = launch or choose(fmt, first.rows, in_features, q.shape[0], "int8", pair=True)
     with on_device(device):
@@ -211,6 +204,10 @@ def gate_up(
     if result.numel() == 0:
         return result
     vectors, together = flat.shape[0], min(flat.shape[0], FLOAT_VECTORS)
+    ring = ring_for([first, second], vectors, activations="float") if launch is None else None
+    if ring is not None:
+        _through_ring(first, second, ring, flat, None, None, result, activation, dependent)
+        return result
     shape = launch or choose(fmt, first.rows, in_features, together, "float")
     grid = (triton.cdiv(first.rows, shape.rows) * triton.cdiv(vectors, together),)
     with on_device(device):
@@ -223,6 +220,27 @@ def gate_up(
             num_warps=shape.warps, enable_fp_fusion=True, launch_pdl=dependent,
         )  # fmt: skip
     return result
+
+
+def _through_ring(
+    gate: PackedRows,
+    up: PackedRows,
+    ring: RingLaunch,
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    result: torch.Tensor,
+    activation: str,
+    dependent: bool,
+) -> None:
+    programs = min(triton.cdiv(gate.rows, ring.rows), ring.programs)
+    with on_device(x.device):
+        _gate_up_ring_kernel[(programs,)](
+            gate.data, up.data, gate.rows, programs, x, scale, sums, result,
+            **ring_constants(gate, ring), THREADS=32 * ring.warps, BYTES=ring.bytes,
+            COLUMNS=gate.in_features, ACTIVATION=activation,
+            num_warps=ring.warps, maxnreg=ring.registers, enable_fp_fusion=True, launch_pdl=dependent,
+        )  # fmt: skip
 
 
 def gate_up_pair(

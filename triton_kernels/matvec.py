@@ -80,38 +80,40 @@ def _matvec_int8_kernel(
 
 @triton.jit(do_not_specialize=["n_rows", "programs"])
 def _matvec_ring_kernel(
-    weight, n_rows, programs, xq, xscale, xsums, out, bias, residual,
+    weight, n_rows, programs, x, scale, sums, out, bias, residual,
     FMT: tl.constexpr, PLANAR: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, THREADS: tl.constexpr, BYTES: tl.constexpr,
+    STAGES: tl.constexpr, THREADS: tl.constexpr, BYTES: tl.constexpr, COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """As the int8 kernel for one vector: every ``programs``-th tile of R rows, see ring.py."""
+    """As the int8 or the float kernel for one vector: every ``programs``-th tile of R rows, see ring.py."""
     rows_through_ring(
-        open_ring(BYTES), weight, n_rows, tl.program_id(0), programs, xq, xscale, xsums, out, bias, residual,
-        FMT, PLANAR, BLOCKS, R, EVEN, STAGES, THREADS, HAS_BIAS, HAS_RESIDUAL, "before",
+        open_ring(BYTES), weight, n_rows, tl.program_id(0), programs, x, scale, sums, out, bias, residual,
+        FMT, PLANAR, BLOCKS, R, EVEN, STAGES, THREADS, HAS_BIAS, HAS_RESIDUAL, "before", COLUMNS,
     )  # fmt: skip
 
 
 @triton.jit
 def rows_through_ring(
-    ring, weight, n_rows, program, programs, xq, xscale, xsums, out, bias, residual,
+    ring, weight, n_rows, program, programs, x, scale, sums, out, bias, residual,
     FMT: tl.constexpr, PLANAR: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, THREADS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RELEASE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RELEASE: tl.constexpr, COLUMNS: tl.constexpr = 0,
 ):  # fmt: skip
-    """What program ``program`` of ``programs`` does for one weight."""
+    """What program ``program`` of ``programs`` does for one weight. Floats ``x`` have COLUMNS elements, and
+    None for scale and sums.
+    """
     weights = (weight,)
     fill_ring(ring, weights, program, programs, n_rows, FMT, BLOCKS, R, EVEN, THREADS, STAGES)
     wait_and_release(RELEASE, True)
-    x = load_row_vector(xq, xscale, xsums, FMT, BLOCKS, THREADS)
+    vector = load_row_vector(x, scale, sums, COLUMNS, FMT, BLOCKS, THREADS)
     slot = ring
     for tile in range(program, tl.cdiv(n_rows, R), programs):
         total = next_sums(
-            slot, weights, tile, programs, n_rows, x, FMT, PLANAR, BLOCKS, R, EVEN, THREADS, STAGES
+            slot, weights, tile, programs, n_rows, vector, FMT, PLANAR, BLOCKS, R, EVEN, THREADS, STAGES
         )
         slot = next_slot(slot, ring, 1, FMT, BLOCKS, R, STAGES)
-        sums = reduce_rows(total, 0, 1)
-        store_rows(sums, tile * R, R, n_rows, out, n_rows, bias, residual, 1, HAS_BIAS, HAS_RESIDUAL)
+        reduced = reduce_rows(total, 0, 1)
+        store_rows(reduced, tile * R, R, n_rows, out, n_rows, bias, residual, 1, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit
@@ -174,6 +176,10 @@ def matvec(
     bias = vector(bias, packed.rows, "bias")
     residual = residual_of(residual, result)
     vectors, together = flat.shape[0], min(flat.shape[0], FLOAT_VECTORS)
+    ring = ring_for([packed], vectors, activations="float") if launch is None else None
+    if ring is not None:
+        _through_ring(packed, ring, flat, None, None, result, bias, residual, dependent)
+        return result
     shape = launch or choose(fmt, packed.rows, in_features, together, "float")
     grid = (triton.cdiv(packed.rows, shape.rows) * triton.cdiv(vectors, together),)
     with on_device(device):
@@ -223,14 +229,7 @@ def matvec_int8(
     residual = residual_of(residual, result)
     ring = ring_for([packed], q.shape[0]) if dependent and launch is None else None
     if ring is not None:
-        programs = min(triton.cdiv(packed.rows, ring.rows), ring.programs)
-        with on_device(device):
-            _matvec_ring_kernel[(programs,)](
-                packed.data, packed.rows, programs, q.view(torch.int32), scale, sums, result, bias, residual,
-                **ring_constants(packed, ring), THREADS=32 * ring.warps, BYTES=ring.bytes,
-                HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-                num_warps=ring.warps, maxnreg=ring.registers, enable_fp_fusion=True, launch_pdl=True,
-            )  # fmt: skip
+        _through_ring(packed, ring, q.view(torch.int32), scale, sums, result, bias, residual, True)
         return result
     shape = launch or choose(fmt, packed.rows, in_features, q.shape[0], "int8")
     with on_device(device):
@@ -246,8 +245,33 @@ def matvec_int8(
     return result
 
 
+def _through_ring(
+    packed: PackedRows,
+    ring: RingLaunch,
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    result: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    dependent: bool,
+) -> None:
+    programs = min(triton.cdiv(packed.rows, ring.rows), ring.programs)
+    with on_device(x.device):
+        _matvec_ring_kernel[(programs,)](
+            packed.data, packed.rows, programs, x, scale, sums, result, bias, residual,
+            **ring_constants(packed, ring), THREADS=32 * ring.warps, BYTES=ring.bytes,
+            COLUMNS=packed.in_features, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+            num_warps=ring.warps, maxnreg=ring.registers, enable_fp_fusion=True, launch_pdl=dependent,
+        )  # fmt: skip
+
+
 def ring_for(
-    weights: Sequence[PackedRows], batch: int, *, before_attention: bool = False
+    weights: Sequence[PackedRows],
+    batch: int,
+    *,
+    activations: str = "int8",
+    before_attention: bool = False,
 ) -> RingLaunch | None:
     """The launch shape of weights that are done together, through a ring; None where that cannot be."""
     first = weights[0]
@@ -255,7 +279,8 @@ def ring_for(
     if batch != 1 or not processors or any(item.align < 16 or not item.contiguous for item in weights):
         return None
     shape = (first.fmt.name, first.rows, first.in_features, len(weights))
-    return choose_ring(*shape, before_attention=before_attention, processors=processors)
+    options = {"activations": activations, "before_attention": before_attention}
+    return choose_ring(*shape, **options, processors=processors)
 
 
 def ring_constants(packed: PackedRows, ring: RingLaunch) -> dict[str, object]:

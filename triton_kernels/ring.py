@@ -12,6 +12,7 @@ import triton.language as tl
 
 from realizar_torch.triton_kernels.blocks import block_bytes, units
 from realizar_torch.triton_kernels.decode import load_unit
+from realizar_torch.triton_kernels.float_sums import add_floats, load_floats
 from realizar_torch.triton_kernels.primitives import INTERPRETED
 from realizar_torch.triton_kernels.row_sums import add_int8, decode_tile, load_tile, load_vector, row_pointers
 from realizar_torch.triton_kernels.shared_memory import (
@@ -84,11 +85,16 @@ def fill_ring(
 
 @triton.jit
 def load_row_vector(
-    xq, xscale, xsums, FMT: tl.constexpr, BLOCKS: tl.constexpr, THREADS: tl.constexpr
+    x, scale, sums, COLUMNS: tl.constexpr, FMT: tl.constexpr, BLOCKS: tl.constexpr, THREADS: tl.constexpr
 ):  # fmt: skip
-    """What every row is multiplied with, as ``row_sums.load_vector`` gives it: one unit per thread."""
+    """What every row is multiplied with, one unit per thread: int8 activations as ``row_sums.load_vector``
+    gives them; floats, which have no scale, as ``float_sums.load_floats`` does.
+    """
     CB: tl.constexpr = THREADS // units(FMT)
-    return load_vector(0, 0, BLOCKS, xq, xscale, xsums, FMT, CB, CB == BLOCKS)
+    if scale is None:
+        return load_floats(x, COLUMNS, FMT, THREADS)
+    else:
+        return load_vector(0, 0, BLOCKS, x, scale, sums, FMT, CB, CB == BLOCKS)
 
 
 @triton.jit
@@ -148,7 +154,12 @@ def tile_sums(raw, x, FMT: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr, 
     total = ()
     for _ in tl.static_range(len(raw)):
         total = total + (tl.zeros([R, THREADS], tl.float32),)
-    total = add_int8(total, decode_tile(raw, 0, FMT, CB), x, 0, 1, FMT)
+    decoded = decode_tile(raw, 0, FMT, CB)
+    # int8 activations are words, scales and sums; floats words and sums
+    if len(x) == 3:
+        total = add_int8(total, decoded, x, 0, 1, FMT)
+    else:
+        total = add_floats(total, decoded, x, FMT)
     if CB != BLOCKS:
         live = tl.arange(0, THREADS)[None, :] < BLOCKS * units(FMT)
         masked = ()
