@@ -35,7 +35,7 @@ from realizar_torch.triton_kernels.matmul_qkv import matmul_qkv
 from realizar_torch.triton_kernels.matvec import matvec, matvec_int8
 from realizar_torch.triton_kernels.prompt_attention import prompt_attention, prompt_block_rows
 from realizar_torch.triton_kernels.prompt_heads import place_heads
-from realizar_torch.triton_kernels.qkv import qkv_int8
+from realizar_torch.triton_kernels.qkv import qkv, qkv_int8
 from realizar_torch.triton_kernels.quantize import (
     NORMALIZATIONS,
     norm_quantize,
@@ -161,6 +161,7 @@ def _rings(device: torch.device) -> Iterator[Tensor]:
     with small_rings(2):
         yield matvec(x, *one[3:], bias[:rows], residual=residual)
         yield gate_up(x, weights[0], weights[0].clone(), fmts[0], columns)
+        yield qkv(x, weights, fmts, columns, bias, layouts=layouts)
         yield matvec_int8(*one, bias[:rows], residual=residual, dependent=True)
         yield gate_up_int8(*parts, weights[0], weights[0].clone(), fmts[0], columns, dependent=True)
         yield qkv_int8(*parts, weights, fmts, columns, bias, layouts=layouts, dependent=True)

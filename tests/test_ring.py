@@ -163,6 +163,24 @@ def test_three_weights_of_different_formats(fmts: tuple[str, ...], biased: bool,
     assert_within(y, expected, tolerance)
 
 
+@pytest.mark.parametrize(
+    "fmts", [("Q4_K", "Q4_K", "Q6_K"), ("Q8_0", "Q5_K", "Q4_1"), ("Q4_K", "Q5_0", "Q3_K")]
+)
+def test_three_weights_times_floats(fmts: tuple[str, ...], rings) -> None:
+    """In one launch, or where one format has no ring in three."""
+    heights = (ROWS, 9, 5)
+    cases = [Case(fmt, rows, 2048, seed) for seed, (fmt, rows) in enumerate(zip(fmts, heights, strict=True))]
+    weights, layouts = [case.weight for case in cases], [case.layout for case in cases]
+    x, bias = random_activations(1, 2035).to(DEVICE), torch.randn(sum(heights), device=DEVICE)
+    out = torch.full((1, sum(heights)), torch.nan, device=DEVICE)
+    for dependent in (False, True):
+        qkvs.qkv(x, weights, fmts, 2035, bias, layouts=layouts, out=out.fill_(torch.nan), dependent=dependent)
+        decoded = torch.cat([case.decoded for case in cases])[:, :2035]
+        expected = x.double() @ decoded.T + bias
+        assert_within(out, expected, float_tolerance(x, decoded) + 1e-6 * bias.abs())
+    assert len(rings) >= 4
+
+
 def test_an_empty_weight_among_three() -> None:
     case = Case("Q4_K", 5)
     weights = [case.weight, case.weight[:0], case.weight]

@@ -87,9 +87,6 @@ _STATIC_BYTES, _OTHER_BYTES = 48 << 10, 1280
 # of a ring; of one before attention, and of all those of a multiprocessor, which leave room for attention
 _RING_BYTES, _SMALL_RING_BYTES, _SMALL_RINGS_BYTES = 36 << 10, 18 << 10, 130 << 10
 
-# of a thread whose activations are floats
-_FLOAT_REGISTERS = 128
-
 
 def choose_ring(
     fmt: str,
@@ -107,9 +104,7 @@ def choose_ring(
     spec = get_packed_format(fmt)
     row_bytes = spec.row_bytes(in_features)
     warps = max(1, _power_of_two_at_least(spec.blocks(in_features) * units(fmt)) // 32)
-    # a register for each of a unit's floats leaves less room for rows
-    many = warps <= 2 and (activations == "int8" or planes(fmt) == 2)
-    per_tile = max(1, (4 if many else 2) // weights)
+    per_tile = max(1, (4 if warps <= 2 else 2) // weights)
     # a power of two, and no more than there are rows
     per_tile = min(per_tile, 1 << max(rows, 1).bit_length() - 1)
     tile = per_tile * weights * row_bytes
@@ -121,7 +116,10 @@ def choose_ring(
         stages, room = max(1, min(3, _SMALL_RING_BYTES // tile)), _SMALL_RINGS_BYTES
     else:
         stages, room = max(2, min(3, _RING_BYTES // tile)), SHARED_BYTES
-    most = 24 // warps if activations == "int8" else _REGISTERS // (32 * warps * _FLOAT_REGISTERS)
+    most = 24 // warps
+    if activations == "float":
+        # a unit's floats stay in as many registers beside the bytes of all rows
+        most = _REGISTERS // (32 * warps * (168 if warps <= 2 else 128))
     programs = max(1, min(room // (stages * tile + _OTHER_BYTES), most, 12))
     if not before_attention:
         # no more than a program has tiles: the successor finds room sooner

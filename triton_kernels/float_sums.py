@@ -10,6 +10,7 @@ from realizar_torch.triton_kernels.blocks import (
     has_minimum,
     planes,
     planes_per_scale,
+    run_units,
     units,
 )
 from realizar_torch.triton_kernels.decode import decode_unit, minimum_of, scale_of, word_quants
@@ -71,21 +72,43 @@ def add_float(
 
 
 @triton.jit
+def _load_plane(x, start, turn, COLUMNS: tl.constexpr):
+    """The four words of 16 floats from column ``start [1, lanes]`` on: fp32 ``[1, lanes, 4]`` each.
+
+    Neighbouring lanes, whose floats lie whole cache lines apart, begin with another word each (``turn`` 0 to
+    3) and put them in order afterwards: the same word of all would come from the same banks.
+    """
+    loaded = ()
+    for j in tl.static_range(4):
+        column = tl.expand_dims(start + 4 * (j ^ turn), -1) + tl.arange(0, 4)
+        loaded = loaded + (tl.load(x + column, mask=column < COLUMNS, other=0).to(tl.float32),)
+    odd, late = tl.expand_dims(turn % 2 == 1, -1), tl.expand_dims(turn >= 2, -1)
+    pairs = ()
+    for j in tl.static_range(4):
+        pairs = pairs + (tl.where(odd, loaded[j ^ 1], loaded[j]),)
+    words = ()
+    for j in tl.static_range(4):
+        words = words + (tl.where(late, pairs[j ^ 2], pairs[j]),)
+    return words
+
+
+@triton.jit
 def load_floats(x, COLUMNS: tl.constexpr, FMT: tl.constexpr, LANES: tl.constexpr):
     """What every row is multiplied with, one unit per lane: (words, sums), fp32 ``[1, LANES, 4]`` per word of
     the unit and ``[1, LANES]`` per scale (none without a minimum). Columns past x's COLUMNS are 0.
     """
     SHARED: tl.constexpr = planes_per_scale(FMT)
     block, unit = lane_position(0, FMT, LANES // units(FMT))
-    start = tl.expand_dims(block * block_size(FMT) + 16 * group_of(unit, 0, FMT), -1) + tl.arange(0, 4)
+    start = block * block_size(FMT) + 16 * group_of(unit, 0, FMT)
+    turn = tl.arange(0, LANES)[None, :] // run_units(FMT) % 4
     words, sums = (), ()
     for i in tl.static_range(planes(FMT) // SHARED):
         total = tl.zeros([1, LANES], tl.float32)
-        for word in tl.static_range(4 * SHARED):
-            column = start + (16 * groups_ahead(FMT, i * SHARED + word // 4) + 4 * (word % 4))
-            values = tl.load(x + column, mask=column < COLUMNS, other=0).to(tl.float32)
-            words = words + (values,)
-            total += tl.sum(values, 2)
+        for p in tl.static_range(i * SHARED, (i + 1) * SHARED):
+            plane = _load_plane(x, start + 16 * groups_ahead(FMT, p), turn, COLUMNS)
+            for j in tl.static_range(4):
+                total += tl.sum(plane[j], 2)
+            words = words + plane
         if has_minimum(FMT):
             sums = sums + (total,)
     return words, sums

@@ -1,5 +1,5 @@
-"""Up to three packed weights of different formats times one int8 vector batch, in one launch over their row
-blocks.
+"""Three packed weights of different formats times int8 vectors, or one of floats, in one launch over their
+row blocks.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,17 @@ import triton.language as tl
 
 from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.configs import Launch, RingLaunch, choose
-from realizar_torch.triton_kernels.launch import PackedRows, on_device, packed_rows, same_device, vector
+from realizar_torch.triton_kernels.launch import (
+    PackedRows,
+    float_rows_of,
+    on_device,
+    packed_rows,
+    same_device,
+    vector,
+)
 from realizar_torch.triton_kernels.matvec import (
     check_int8,
+    matvec,
     output_tensor,
     ring_constants,
     ring_for,
@@ -80,16 +88,17 @@ def _qkv_int8_kernel(
 
 @triton.jit(do_not_specialize=["rows0", "programs0", "rows1", "programs1", "rows2", "programs2"])
 def _qkv_ring_kernel(
-    w0, rows0, programs0, w1, rows1, programs1, w2, rows2, programs2, xq, xscale, xsums, out, bias,
+    w0, rows0, programs0, w1, rows1, programs1, w2, rows2, programs2, x, scale, sums, out, bias,
     FMT0: tl.constexpr, PLANAR0: tl.constexpr, BLOCKS0: tl.constexpr, R0: tl.constexpr, EVEN0: tl.constexpr,
     STAGES0: tl.constexpr,
     FMT1: tl.constexpr, PLANAR1: tl.constexpr, BLOCKS1: tl.constexpr, R1: tl.constexpr, EVEN1: tl.constexpr,
     STAGES1: tl.constexpr,
     FMT2: tl.constexpr, PLANAR2: tl.constexpr, BLOCKS2: tl.constexpr, R2: tl.constexpr, EVEN2: tl.constexpr,
     STAGES2: tl.constexpr,
-    THREADS: tl.constexpr, BYTES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    THREADS: tl.constexpr, BYTES: tl.constexpr, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """As the int8 kernel for one vector: ``programs0`` programs share the rows of w0, and so on.
+    """As the int8 kernel for one vector, int8 or floats: ``programs0`` programs share the rows of w0, and so
+    on.
 
     Attention may look at what earlier launches have written before it waits for this one.
     """
@@ -97,20 +106,20 @@ def _qkv_ring_kernel(
     ring = open_ring(BYTES)
     if pid < programs0:
         rows_through_ring(
-            ring, w0, rows0, pid, programs0, xq, xscale, xsums, out, bias, bias,
-            FMT0, PLANAR0, BLOCKS0, R0, EVEN0, STAGES0, THREADS, HAS_BIAS, False, "after",
+            ring, w0, rows0, pid, programs0, x, scale, sums, out, bias, bias,
+            FMT0, PLANAR0, BLOCKS0, R0, EVEN0, STAGES0, THREADS, HAS_BIAS, False, "after", COLUMNS,
         )  # fmt: skip
     elif pid < programs0 + programs1:
         rows_through_ring(
-            ring, w1, rows1, pid - programs0, programs1, xq, xscale, xsums, out + rows0,
+            ring, w1, rows1, pid - programs0, programs1, x, scale, sums, out + rows0,
             bias + rows0 if HAS_BIAS else bias, bias,
-            FMT1, PLANAR1, BLOCKS1, R1, EVEN1, STAGES1, THREADS, HAS_BIAS, False, "after",
+            FMT1, PLANAR1, BLOCKS1, R1, EVEN1, STAGES1, THREADS, HAS_BIAS, False, "after", COLUMNS,
         )  # fmt: skip
     else:
         rows_through_ring(
-            ring, w2, rows2, pid - programs0 - programs1, programs2, xq, xscale, xsums, out + rows0 + rows1,
+            ring, w2, rows2, pid - programs0 - programs1, programs2, x, scale, sums, out + rows0 + rows1,
             bias + rows0 + rows1 if HAS_BIAS else bias, bias,
-            FMT2, PLANAR2, BLOCKS2, R2, EVEN2, STAGES2, THREADS, HAS_BIAS, False, "after",
+            FMT2, PLANAR2, BLOCKS2, R2, EVEN2, STAGES2, THREADS, HAS_BIAS, False, "after", COLUMNS,
         )  # fmt: skip
 
 
@@ -135,11 +144,7 @@ def qkv_int8(
     Each weight has its own format and layout; bias is for all rows together. The activations' width must suit
     every format: in_features is a multiple of the largest block, or all blocks are of one size.
     """
-    if not len(weights) == len(fmts) == len(layouts) == 3:
-        raise FormatError(
-            f"{len(weights)} weights, {len(fmts)} formats, {len(layouts)} layouts; expected three of each"
-        )
-    packed = [packed_rows(w, f, in_features, lay) for w, f, lay in zip(weights, fmts, layouts, strict=True)]
+    packed = _three(weights, fmts, in_features, layouts)
     for item in packed:
         check_int8(q, scale, sums, item.blocks * item.fmt.block_size)
     device = same_device(q, scale, sums, *weights, bias, out)
@@ -152,7 +157,7 @@ def qkv_int8(
         rings = [ring_for([item], q.shape[0], before_attention=True) for item in packed]
         if None not in rings:
             with on_device(device):
-                _through_rings(packed, rings, q, scale, sums, result, bias)
+                _through_rings(packed, rings, q.view(torch.int32), scale, sums, result, bias, True)
             return result
     shapes = launches or [
         choose(item.fmt.name, item.rows, in_features, q.shape[0], "int8", several=True) for item in packed
@@ -173,14 +178,63 @@ def qkv_int8(
     return result
 
 
+def qkv(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    fmts: Sequence[str],
+    in_features: int,
+    bias: torch.Tensor | None = None,
+    *,
+    layouts: Sequence[str],
+    out: torch.Tensor | None = None,
+    dependent: bool = False,
+) -> torch.Tensor:
+    """x·[W0; W1; W2]ᵀ + bias of one vector ``x [1, in_features]`` → ``[1, rows0 + rows1 + rows2]`` in x's
+    dtype, exact weights: one launch where the rows of all fit into rings, otherwise one for each.
+    """
+    packed = _three(weights, fmts, in_features, layouts)
+    row = float_rows_of(x, in_features, 1)
+    device = same_device(x, *weights, bias, out)
+    total = sum(item.rows for item in packed)
+    result = output_tensor(out, (row.shape[0], total), x.dtype, device)
+    if result.numel() == 0:
+        return result
+    bias = vector(bias, total, "bias")
+    rings = [ring_for([item], 1, activations="float", before_attention=True) for item in packed]
+    if None not in rings:
+        with on_device(device):
+            _through_rings(packed, rings, row, None, None, result, bias, dependent)
+        return result
+    first = 0
+    for item in packed:
+        rows = slice(first, first + item.rows)
+        matvec(
+            row, item.data, item.fmt.name, in_features, None if bias is None else bias[rows],
+            out=result[:, rows], layout=item.layout, dependent=dependent,
+        )  # fmt: skip
+        first += item.rows
+    return result
+
+
+def _three(
+    weights: Sequence[torch.Tensor], fmts: Sequence[str], in_features: int, layouts: Sequence[str]
+) -> list[PackedRows]:
+    if not len(weights) == len(fmts) == len(layouts) == 3:
+        raise FormatError(
+            f"{len(weights)} weights, {len(fmts)} formats, {len(layouts)} layouts; expected three of each"
+        )
+    return [packed_rows(w, f, in_features, lay) for w, f, lay in zip(weights, fmts, layouts, strict=True)]
+
+
 def _through_rings(
     packed: Sequence[PackedRows],
     rings: Sequence[RingLaunch],
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    sums: torch.Tensor,
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    sums: torch.Tensor | None,
     result: torch.Tensor,
     bias: torch.Tensor | None,
+    dependent: bool,
 ) -> None:
     """All weights in one launch, whose programs have as many tiles each."""
     tiles = [triton.cdiv(item.rows, ring.rows) for item, ring in zip(packed, rings, strict=True)]
@@ -196,10 +250,10 @@ def _through_rings(
         constants |= {f"{name}{i}": value for name, value in ring_constants(item, ring).items()}
     warps = max(ring.warps for ring in rings)
     _qkv_ring_kernel[(sum(programs),)](
-        *arguments, q.view(torch.int32), scale, sums, result, bias,
+        *arguments, x, scale, sums, result, bias,
         **constants, THREADS=32 * warps, BYTES=max(ring.bytes for ring in rings),
-        HAS_BIAS=bias is not None, num_warps=warps, maxnreg=min(ring.registers for ring in rings),
-        enable_fp_fusion=True, launch_pdl=True,
+        COLUMNS=packed[0].in_features, HAS_BIAS=bias is not None, num_warps=warps,
+        maxnreg=min(ring.registers for ring in rings), enable_fp_fusion=True, launch_pdl=dependent,
     )  # fmt: skip
 
 

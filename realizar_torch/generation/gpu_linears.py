@@ -76,22 +76,25 @@ class GpuLinears:
     def qkv(self, attention: Attention, x: Activations, out: Tensor) -> None:
         """out = [q(x), k(x), v(x)] with their biases."""
         from realizar_torch.triton_kernels.matmul_qkv import matmul_qkv
-        from realizar_torch.triton_kernels.qkv import qkv_int8
+        from realizar_torch.triton_kernels.qkv import qkv, qkv_int8
 
         linears = (attention.q_proj, attention.k_proj, attention.v_proj)
+        operands = (
+            [linear.stored for linear in linears],
+            [linear.fmt for linear in linears],
+            attention.q_proj.in_features,
+            self._qkv_bias[attention],
+        )
+        kind = {"layouts": [linear.layout for linear in linears], "dependent": self.dependent}
         if isinstance(x, tuple):
-            operands = (
-                [linear.stored for linear in linears],
-                [linear.fmt for linear in linears],
-                attention.q_proj.in_features,
-                self._qkv_bias[attention],
-            )
-            kind = {"layouts": [linear.layout for linear in linears], "dependent": self.dependent}
             if self.grouped:
                 matmul_qkv(*x, self._batch, *operands, out=out, **kind)
                 return
             for rows in self._groups:
                 qkv_int8(*(part[rows] for part in x), *operands, out=out[rows], **kind)
+            return
+        if self._batch == 1:
+            qkv(x, *operands, out=out, **kind)
             return
         column = 0
         for linear in linears:
