@@ -106,6 +106,23 @@ def test_a_model_that_overrides_forward_is_called() -> None:
     assert len(calls) == OPTIONS["max_new_tokens"]
 
 
+def test_a_model_whose_logits_are_another_s_gives_them_at_every_token() -> None:
+    class Only(CausalLM):
+        def logits(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().logits(x)
+            return nn.functional.one_hot(torch.full(y.shape[:-1], 7), y.shape[-1]).float()
+
+    model = load("llama", model_class=Only)
+    with pytest.warns(UserWarning, match=r"slower: Only\.logits was replaced or overridden"):
+        assert model.generate(PROMPT, **OPTIONS)[0, 3:].tolist() == [7] * 4
+    model = load("llama", model_class=CausalLM)
+    model.logits = lambda x: -CausalLM.logits(model, x)
+    with pytest.warns(UserWarning, match=r"slower: CausalLM\.logits was replaced"):
+        ids = model.generate(PROMPT, **OPTIONS)
+    for end in range(3, 7):
+        assert ids[0, end] == model(ids[:, :end]).logits[0, -1].argmax()
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_fingerprint_sees_a_patch_come_and_go(kind: Any, monkeypatch) -> None:
     model = model_with(kind)

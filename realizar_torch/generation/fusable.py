@@ -43,9 +43,10 @@ def obstacle(model: Transformer, *, dense: bool = False, experts: bool = False) 
     """What in the model a fused step does not know, or None.
 
     Fused steps know packed weights, one dtype and device, and modules that nobody has replaced, wrapped,
-    subclassed or hooked, of classes whose forward is their own; learned positions may be dense. ``dense``:
-    this step also knows plain ``nn.Linear`` and ``nn.Embedding``, and linears that differ in numerics.
-    ``experts``: it knows mixtures of experts, which are packed unless ``dense``.
+    subclassed or hooked, of classes whose forward is their own, in a model whose logits are Transformer's;
+    learned positions may be dense. ``dense``: this step also knows plain ``nn.Linear`` and ``nn.Embedding``,
+    and linears that differ in numerics. ``experts``: it knows mixtures of experts, which are packed unless
+    ``dense``.
     """
     known = _KNOWN_MODULES | (_DENSE_MODULES if dense else set()) | (_EXPERT_MODULES if experts else set())
     known |= _DENSE_EXPERTS if dense and experts else set()
@@ -69,6 +70,9 @@ def obstacle(model: Transformer, *, dense: bool = False, experts: bool = False) 
     for kind in kinds - {nn.ModuleList}:
         if not has_own_forward(kind):
             return f"{kind.__name__}.forward was replaced or overridden"
+    # a subclass's, or the model's own
+    if getattr(model.logits, "__func__", None) is not Transformer.logits:
+        return f"{type(model).__name__}.logits was replaced or overridden"
     if len(numerics) > 1 and not dense:
         return f"the linears differ in activations: {', '.join(sorted(numerics))}"
     return None
