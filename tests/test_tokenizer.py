@@ -1,6 +1,8 @@
 """The tokenizer equals llama.cpp: ids, bytes of tokens and special ids, from committed goldens."""
 
+import copy
 import hashlib
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +240,13 @@ class TestBrokenMetadata:
     def test_sentence_piece(self, changes: dict[str, Any], message: str) -> None:
         with pytest.raises(GGUFError, match=message):
             tiny_spm(**changes)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))])
+def test_a_tokenizer_that_has_rendered_messages_can_be_copied(duplicate: Any) -> None:
+    tokenizer, messages = tiny_bpe(), [{"role": "user", "content": "the cat"}]
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    ids = tokenizer.apply_chat_template(messages)
+    assert (
+        duplicate(tokenizer).apply_chat_template(messages) == ids == tokenizer.apply_chat_template(messages)
+    )

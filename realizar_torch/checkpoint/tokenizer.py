@@ -65,8 +65,8 @@ class Tokenizer:
         return {"general.name": self._metadata.get("general.name", ""), **entries}
 
     def __getstate__(self) -> dict[str, Any]:
-        # of a file's metadata only what is needed: its mapping is no value
-        return {**self.__dict__, "_metadata": self.metadata}
+        # of a file's metadata only what is needed: its mapping is no value, nor is a compiled template
+        return {**self.__dict__, "_metadata": self.metadata, "_compiled_template": None}
 
     @property
     def vocab_size(self) -> int:
