@@ -58,6 +58,11 @@ def test_values_are_encoded_up_to_the_reach_and_refused_beyond(
         rt.quantize(far, fmt, importance=importance)
 
 
+def test_columns_that_a_row_does_not_have_are_no_values() -> None:
+    with pytest.raises(FormatError, match=r"weight\[0, 32:41\] holds 1 to 1e\+30, which Q8_0"):
+        rt.quantize(torch.tensor([[1.0] * 40 + [1e30]]), "Q8_0")
+
+
 @pytest.mark.parametrize("magnitude", [1e9, 1e13, 1e20, 3e38])
 @pytest.mark.parametrize("fmt", PACKED)
 def test_values_far_beyond_are_refused_where_ggml_stores_zeros(fmt: str, magnitude: float) -> None:

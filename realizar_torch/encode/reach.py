@@ -44,9 +44,10 @@ def check_held(values: Tensor, extremes: Tensor, blocks: Tensor, spec: BlockForm
     block = int((~finite | (smallest <= low) | (largest >= high)).nonzero()[0])
     row, start = block // width, block % width * size
     end = min(start + size, values.shape[1])
+    held = values[row, start:end]
     lowest, highest = (_LARGEST * level for level in _LEVELS[spec.name])
     raise FormatError(
-        f"weight[{first_row + row}, {start}:{end}] holds {smallest[block]:.3g} to {largest[block]:.3g}, "
+        f"weight[{first_row + row}, {start}:{end}] holds {held.min():.3g} to {held.max():.3g}, "
         f"which {spec.name} cannot hold: with fp16 scales it reaches from {lowest:.3g} to {highest:.3g} at "
         "most; make the values smaller, or keep the weight dense"
     )
