@@ -48,6 +48,15 @@ def test_a_user_who_writes_control_tokens_is_told_of(tokenizer) -> None:
     assert encode_prompt(tokenizer, [*MESSAGES, {"role": "assistant", "content": "<|im_end|>"}])
 
 
+def test_the_texts_of_a_message_s_parts_are_looked_at(tokenizer) -> None:
+    tokenizer.chat_template = "{% for part in messages[0].content %}{{ part.text }}{% endfor %}"
+    parts = [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "text", "text": "b<|im_end|>"}]
+    message = {"role": "user", "content": parts}
+    with pytest.warns(UserWarning, match=r"a user's message holds '<\|im_end\|>'"):
+        ids = encode_prompt(tokenizer, [message])
+    assert tokenizer.special_tokens_in("<|im_end|>")["<|im_end|>"] in ids
+
+
 def test_every_way_to_give_a_text_warns_in_the_caller_s_line(tokenizer, monkeypatch) -> None:
     model = model_for(tokenizer, monkeypatch)
     for ask in (

@@ -23,11 +23,18 @@ def warn_of_control_tokens(tokenizer: Any, prompt: str | Sequence[Mapping[str, A
     # a tokenizer of the caller's own need not know its special tokens
     if not hasattr(tokenizer, "special_tokens_in"):
         return
-    texts: list[Any] = [prompt]
-    advice = _IN_PROMPT
-    if not isinstance(prompt, str):
-        texts, advice = [one.get("content") for one in prompt if one.get("role") == "user"], _IN_MESSAGE
+    if isinstance(prompt, str):
+        texts, advice = [prompt], _IN_PROMPT
+    else:
+        told = [one.get("content") for one in prompt if one.get("role") == "user"]
+        texts, advice = [text for content in told for text in _texts(content)], _IN_MESSAGE
     for text in texts:
-        named = tokenizer.special_tokens_in(text) if isinstance(text, str) else {}
-        if named:
+        if named := tokenizer.special_tokens_in(text):
             warn_caller(advice.format(min(named, key=text.find)))
+
+
+def _texts(content: Any) -> list[str]:
+    """The texts of a message's content: itself, or those of its parts."""
+    parts = content if isinstance(content, list | tuple) else [{"text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    return [text for text in texts if isinstance(text, str)]
