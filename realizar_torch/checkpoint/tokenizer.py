@@ -17,6 +17,9 @@ from realizar_torch.errors import UnsupportedArchitectureError
 if TYPE_CHECKING:
     from realizar_torch.checkpoint.chat_template import ChatTemplate
 
+# the name of the model whose tokenizer it is, in metadata of a model that has another name
+_MADE_FOR = "tokenizer.made_for"
+
 
 class Tokenizer:
     """Made by `Tokenizer.from_gguf(metadata)`. `chat_template`, the template's text or None, may be set."""
@@ -51,7 +54,7 @@ class Tokenizer:
         else:
             model = SentencePiece(vocabulary, entries.numbers("scores", vocabulary.size).tolist())
         # Phi-3's tokens swallow the spaces behind them; no key says so, and llama.cpp goes by the name, too
-        name = str(metadata.get("general.name", "")).lower()
+        name = _made_for(metadata).lower()
         special_tokens = SpecialTokens(vocabulary, strip_right="phi-3" in name or "phi3" in name)
         return cls(vocabulary, model, special_tokens, metadata)
 
@@ -62,7 +65,7 @@ class Tokenizer:
         entries.pop(CHAT_TEMPLATE, None)
         if self.chat_template is not None:
             entries[CHAT_TEMPLATE] = self.chat_template
-        return {"general.name": self._metadata.get("general.name", ""), **entries}
+        return {**entries, _MADE_FOR: _made_for(self._metadata)}
 
     def __getstate__(self) -> dict[str, Any]:
         # of a file's metadata only what is needed: its mapping is no value, nor is a compiled template
@@ -172,3 +175,7 @@ class Tokenizer:
         if vocabulary.add_bos and vocabulary.bos is not None and ids[:1] != [vocabulary.bos]:
             ids.insert(0, vocabulary.bos)
         return ids
+
+
+def _made_for(metadata: Mapping[str, Any]) -> str:
+    return str(metadata.get(_MADE_FOR, metadata.get("general.name", "")))
