@@ -26,6 +26,7 @@ CHANGES: dict[str, Callable] = {
     "another class": lambda m: setattr(m.norm, "__class__", nn.Identity),
     "another module": lambda m: setattr(m.layers[0], "mlp", m.layers[1].mlp),
     "a module more": lambda m: m.layers.append(m.layers[0]),
+    "a scripted module": lambda m: setattr(m.layers[1], "mlp", torch.jit.script(nn.Identity())),
     "another constant": lambda m: setattr(m.layers[0].attn_norm, "eps", 0.5),
     "other numerics": lambda m: setattr(m.layers[0].mlp.up_proj, "activations", "float"),
     "moved weights": lambda m: setattr(m.norm.weight, "data", m.norm.weight.data.clone()),
@@ -41,6 +42,7 @@ CHANGES: dict[str, Callable] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_are_noticed(model: rt.Transformer, change: str) -> None:
     fingerprint = Fingerprint(model, "gpu_states")

@@ -44,7 +44,8 @@ class Fingerprint:
             seen.add(module)
             own = module.__dict__
             kind = type(module)
-            objects += (kind, kind.forward)
+            # a scripted module's class has none
+            objects += (kind, getattr(kind, "forward", None))
             if module is not model:
                 objects += own.values()
             for held in (own["_forward_hooks"], own["_forward_pre_hooks"]):
