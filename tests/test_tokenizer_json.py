@@ -207,3 +207,10 @@ def test_where_a_template_may_stand(directory, form):
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": value.get(form)}))
     found = tokenizer_metadata(directory).get("tokenizer.chat_template")
     assert found == (None if form == "none" else "T")
+
+
+@pytest.mark.parametrize("template", [{"default": "T"}, ["T"], 5])
+def test_a_chat_template_that_is_no_text_is_refused(template, bpe):
+    bpe.chat_template = template
+    with pytest.raises(rt.FormatError, match="expected the text of a jinja2 template"):
+        bpe.apply_chat_template([{"role": "user", "content": "hi"}])

@@ -190,7 +190,9 @@ class JsonTokenizer:
                 "the directory has no chat template, as is usual for base models: generate from a plain "
                 "prompt, or set tokenizer.chat_template to the text of a jinja2 template"
             )
-        prompt = _compiled(source).render(
+        # what is no text is refused, and may have no hash
+        compiled = _compiled if isinstance(source, str) else _compiled.__wrapped__
+        prompt = compiled(source).render(
             messages, add_generation_prompt=add_generation_prompt, **(self._special_tokens | variables)
         )
         return self.encode(prompt, add_special_tokens=False, parse_special=True) if tokenize else prompt
