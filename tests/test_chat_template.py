@@ -132,6 +132,16 @@ def test_broken_templates_are_our_errors(source: str) -> None:
         render(source)
 
 
+@pytest.mark.parametrize(
+    "source",
+    ["{{ " + "[" * 9000, "{{ 1" + "0" * 5000 + " }}", "{% for a in x %}" * 25 + "{% endfor %}" * 25],
+    ids=["deep", "a long number", "nested loops"],
+)
+def test_templates_that_fail_in_the_compiler_are_our_errors(source: str) -> None:
+    with pytest.raises(FormatError, match=r"chat template is not valid jinja2: .+"):
+        ChatTemplate(source)
+
+
 @pytest.mark.parametrize("messages", ["Hi", {"role": "user", "content": "Hi"}, ["Hi"]])
 def test_messages_must_be_a_list_of_mappings(messages: Any) -> None:
     with pytest.raises(FormatError, match="messages must be a list"):

@@ -38,7 +38,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
+        except Exception as error:
+            # a template of any depth or length may fail in Python's compiler, too
             raise FormatError(f"the chat template is not valid jinja2: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
