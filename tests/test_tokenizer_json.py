@@ -214,3 +214,9 @@ def test_a_chat_template_that_is_no_text_is_refused(template, bpe):
     bpe.chat_template = template
     with pytest.raises(rt.FormatError, match="expected the text of a jinja2 template"):
         bpe.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+def test_a_text_that_the_library_cannot_encode_is_refused():
+    library = Tokenizer(models.WordLevel({"a": 0}))
+    with pytest.raises(rt.FormatError, match=r"tokenizer\.json cannot encode the text: .*UNK"):
+        JsonTokenizer(library.to_str(), {}).encode("b")

@@ -13,7 +13,7 @@ from realizar_torch.checkpoint.token_kinds import Kind, correct_kinds
 from realizar_torch.checkpoint.tokenizer import Tokenizer
 from realizar_torch.checkpoint.tokenizer_metadata import CHAT_TEMPLATE, TokenizerMetadata
 from realizar_torch.checkpoint.turn_end import find_turn_end
-from realizar_torch.errors import CheckpointError, UnsupportedArchitectureError
+from realizar_torch.errors import CheckpointError, FormatError, UnsupportedArchitectureError
 
 if TYPE_CHECKING:
     from realizar_torch.checkpoint.chat_template import ChatTemplate
@@ -153,7 +153,11 @@ class JsonTokenizer:
         """Ids of `text`, as `Tokenizer.encode`; `add_special_tokens` adds what tokenizer.json says."""
         check_text(text)
         tokenizer = self._parsing if parse_special else self._plain
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:
+            # the library has no class of its own
+            raise FormatError(f"tokenizer.json cannot encode the text: {error}") from error
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`, an iterable of ints or a 1-D tensor. FormatError for foreign ids."""
