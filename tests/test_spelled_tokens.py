@@ -78,9 +78,10 @@ def test_it_is_said_once(tokenizer, monkeypatch) -> None:
     assert len(caught) == 1
 
 
+@pytest.mark.filterwarnings("error")
 def test_nothing_is_said_where_the_result_is_what_was_asked_for(tokenizer) -> None:
-    """A warning would be an error here."""
-    for prompt in ("hi", "<|im_start|", "<|im_ end|>", "<think>", MESSAGES):
+    # a control token that no conversation has is not meant by "<|done|>"
+    for prompt in ("hi", "<|im_start|", "<|im_ end|>", "<think>", "say <|done|>", MESSAGES):
         assert encode_prompt(tokenizer, prompt)
     assert tokenizer.encode(SPELLED) and tokenizer.encode(SPELLED, parse_special=True)
 

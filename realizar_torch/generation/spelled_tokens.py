@@ -19,7 +19,9 @@ _IN_MESSAGE = (
 
 
 def warn_of_control_tokens(tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]]) -> None:
-    """Of the first in a plain prompt, which stays text, or in a user's message, which becomes the token."""
+    """Of the first that conversations are made of in a plain prompt, where it stays text, and of the first of
+    all in a user's message, where it becomes the token.
+    """
     # a tokenizer of the caller's own need not know its special tokens
     if not hasattr(tokenizer, "special_tokens_in"):
         return
@@ -29,8 +31,18 @@ def warn_of_control_tokens(tokenizer: Any, prompt: str | Sequence[Mapping[str, A
         told = [one.get("content") for one in prompt if one.get("role") == "user"]
         texts, advice = [text for content in told for text in _texts(content)], _IN_MESSAGE
     for text in texts:
-        if named := tokenizer.special_tokens_in(text):
+        named = tokenizer.special_tokens_in(text)
+        if isinstance(prompt, str):
+            # "<filename>" in a sentence is text, and meant so
+            named = [name for name, i in named.items() if _is_in_conversations(tokenizer, name, i)]
+        if named:
             warn_caller(advice.format(min(named, key=text.find)))
+
+
+def _is_in_conversations(tokenizer: Any, name: str, token: int) -> bool:
+    """Whether the chat template writes the token, or it begins or ends texts."""
+    ends = (tokenizer.bos_token_id, *tokenizer.eos_token_ids)
+    return token in ends or name in (tokenizer.chat_template or "")
 
 
 def _texts(content: Any) -> list[str]:
