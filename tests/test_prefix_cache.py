@@ -296,7 +296,9 @@ def test_a_step_too_many_is_forgotten(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_graph_and_memory_stay(path):
+def test_on_a_gpu_graph_and_memory_stay(tmp_path):
+    # packed throughout: graphs know no dense linears
+    path = write_random_model(tmp_path / "m.gguf", "llama", fmt="Q8_0")
     model, tokenizer = rt.load(path, device="cuda", dtype=torch.float32, activations="float")
     cache = rt.PrefixCache(model)
     options = {"max_new_tokens": 12, "eos_token_id": []}
