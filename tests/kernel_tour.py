@@ -1,13 +1,18 @@
 """Every kernel on small odd shapes, each tensor as large as it has to be: for compute-sanitizer, and counted.
 
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/kernel_tour.py
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/kernel_tour.py [PART ...]
+
+The parts can run side by side: rings, projections, tokens, Q4_K, Q6_K, Q5_0, rmsnorm, layernorm, and the
+types of caches, float32, bfloat16, int8 and float8_e4m3fn.
 """
 
 import ast
 import contextlib
 import importlib
 import inspect
+import itertools
 import pkgutil
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -51,6 +56,7 @@ COLUMNS, ROWS = 600, 7
 # vectors of matvecs, which take floats two at a time, and of tensor cores, which take groups of eight
 FEW, MANY = 3, 9
 POSITIONS, HEADS, KV_HEADS, CAPACITY = (0, 69), 6, 2, 70
+CACHES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 
 
 def kernels_of_package() -> set[str]:
@@ -82,18 +88,21 @@ def launches() -> Iterator[set[str]]:
 
 def tour(device: torch.device, weights: Sequence[tuple[str, str]] = WEIGHTS) -> Iterator[Tensor]:
     """Launches every kernel; gives every tensor that one has written."""
-    for fmt, layout in weights:
-        yield from _products(fmt, layout, device)
-    yield from _projections(device)
-    yield from _rings(device)
-    for normalization in NORMALIZATIONS:
-        yield from norms(normalization, device)
-    yield from shared(device)
+    return itertools.chain.from_iterable(parts(device, weights).values())
+
+
+def parts(device: torch.device, weights: Sequence[tuple[str, str]] = WEIGHTS) -> dict[str, Iterator[Tensor]]:
+    """The tour by the names of its parts, which launch nothing until they are gone through."""
+    found = {fmt: _products(fmt, layout, device) for fmt, layout in weights}
+    found |= {"projections": _projections(device), "rings": _rings(device)}
+    found |= {normalization: norms(normalization, device) for normalization in NORMALIZATIONS}
+    found |= {str(dtype).removeprefix("torch."): attention(dtype, device) for dtype in CACHES}
+    return found | {"tokens": _tokens(device)}
 
 
 def shared(device: torch.device) -> Iterator[Tensor]:
     """Of the kernels whose programs share memory: partial sums, or heads of one row."""
-    for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn):
+    for dtype in CACHES:
         yield from attention(dtype, device)
     yield from _tokens(device)
 
@@ -254,11 +263,12 @@ def _tokens(device: torch.device) -> Iterator[Tensor]:
 
 def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = parts(device)
     with launches() as names:
-        written = sum(1 for _ in tour(device))
+        written = sum(1 for part in sys.argv[1:] or found for _ in found[part])
     if device.type == "cuda":
         torch.cuda.synchronize()
-    missing = kernels_of_package() - names
+    missing = set() if sys.argv[1:] else kernels_of_package() - names
     assert not missing, f"never launched: {sorted(missing)}"
     print(f"{len(names)} kernels launched, {written} tensors written")
 
