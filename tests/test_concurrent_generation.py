@@ -1,12 +1,13 @@
 """Generations of one model and of two in threads at once, and the first one of a process: as alone."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -107,6 +108,43 @@ def test_one_graph_is_captured_at_a_time(monkeypatch):
             recording.result(PATIENCE)
     # the second one began after the first one's end
     assert overlapped == [False, True] and [one.count for one in captures] == [1, 1]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_destroyed_during_a_capture(monkeypatch, enabled):
+    """A CUDA graph among it would end the capture."""
+    destroyed, inside = [], []
+
+    class Graph:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            destroyed.append(None)
+
+    def work():
+        Graph()
+        # enough for many collections
+        kept = [[] for _ in range(10_000)]
+        inside.append((len(kept), len(destroyed)))
+
+    def failing():
+        raise ValueError("no such stream")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    captures, were = Captures(torch.device("cpu"), ""), gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        captures.record(work, None)
+        assert gc.isenabled() == enabled
+        with pytest.raises(ValueError, match="no such stream"):
+            captures.record(failing, None)
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if were else gc.disable)()
+    gc.collect()
+    assert inside == [(10_000, 0)] and len(destroyed) == 1
 
 
 def test_what_failed_is_the_cause_of_the_error():

@@ -163,6 +163,36 @@ def test_a_failed_capture_falls_back_with_one_warning(tmp_path, monkeypatch):
     assert float(torch.ones(10, device=DEVICE).sum()) == 10
 
 
+def test_garbage_does_not_end_a_capture(tmp_path, monkeypatch):
+    """A graph among cyclic garbage, which is there by the time of the capture."""
+    from realizar_torch.generation.gpu_step import GpuStep
+
+    launch, graphs, threshold = GpuStep.launch, [], gc.get_threshold()
+    for _ in range(20):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            torch.zeros(1, device=DEVICE)
+
+    def littering(step):
+        if graphs and torch.cuda.is_current_stream_capturing():
+            ring = [graphs.pop()]
+            ring.append(ring)
+            del ring
+            # enough for many collections
+            assert len([[] for _ in range(10_000)]) == 10_000
+        return launch(step)
+
+    monkeypatch.setattr(GpuStep, "launch", littering)
+    gc.set_threshold(10)
+    try:
+        model = load(tmp_path)
+        ids = generate(model, prompt(6), cuda_graph=True)
+    finally:
+        gc.set_threshold(*threshold)
+    assert len(graphs) == 19 and stats_of(model)[1].fallback is None
+    assert torch.equal(ids, generate(model, prompt(6), cuda_graph=False))
+
+
 def test_other_threads_may_allocate_during_a_capture(tmp_path):
     """F-53."""
     model, stop = load(tmp_path), threading.Event()

@@ -1,8 +1,10 @@
 """Captures: CUDA graphs of one memory pool, until one cannot be captured."""
 
+import contextlib
+import gc
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -65,7 +67,22 @@ class Captures:
         graph = torch.cuda.CUDAGraph()
         # other threads may allocate meanwhile
         options = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
-        with self._one_at_a_time, torch.cuda.graph(graph, **options):
+        with self._one_at_a_time, _collector_at_rest(), torch.cuda.graph(graph, **options):
             work()
         self.count += 1
         return graph
+
+
+@contextlib.contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """No cyclic garbage is destroyed inside: a CUDA graph or a kernel among it would end the capture.
+
+    torch.cuda.graph collects it first only in versions before 2.9.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
