@@ -1,5 +1,7 @@
 """expert_linear on every back end against the oracle: each row times the matrix of each expert it chose."""
 
+import sys
+
 import pytest
 import torch
 from cases import (
@@ -14,8 +16,8 @@ from cases import (
 
 from realizar_torch import ops, packing, reference
 from realizar_torch.errors import FormatError
+from realizar_torch.ops import cuda, torch_kernels
 from realizar_torch.ops import experts as expert_ops
-from realizar_torch.ops import torch_kernels
 from realizar_torch.ops.grouping import by_expert
 
 EXPERTS, ROWS, COLUMNS, USED = 5, 7, 300, 2
@@ -148,6 +150,28 @@ def test_torch_ops_stand_in_for_kernels() -> None:
             )
             tolerance_of = float_tolerance if activations == "float" else int8_tolerance
             check(y, x, ids, weight, "Q4_0", tolerance_of)
+
+
+class OnGpu(torch.Tensor):
+    """Says in Python that it lies on one."""
+
+    is_cuda = True
+
+
+def test_the_transposed_product_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "problem", lambda: "no module named triton")
+    monkeypatch.setitem(sys.modules, "realizar_torch.triton_kernels.launch", None)
+    grad, ids, weight = random_activations(3, USED, ROWS), choices(3), matrices("Q8_0")
+    expected = expert_ops.expert_linear_transposed(grad, ids, weight, "Q8_0", COLUMNS)
+    y = expert_ops.expert_linear_transposed(grad.as_subclass(OnGpu), ids, weight, "Q8_0", COLUMNS)
+    assert torch.equal(y, expected)
+
+
+def test_a_layout_without_kernels_is_refused_where_no_row_chose_an_expert() -> None:
+    pytest.importorskip("triton")
+    nothing = (torch.empty(0, USED, ROWS).as_subclass(OnGpu), choices(0), matrices("Q4_K"), "Q4_K", COLUMNS)
+    with pytest.raises(FormatError, match="Q4_K has no layout 'planar' on CUDA"):
+        expert_ops.expert_linear_transposed(*nothing, layout="planar")
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -115,7 +115,7 @@ def expert_linear_transposed(
 ) -> Tensor:
     """``grad [..., used, N]`` times the weight of each row's expert → [..., used, in_features]."""
     checks.check_expert_transposed(grad, experts, weight, fmt, in_features, layout)
-    if grad.is_cuda:
+    if grad.is_cuda and cuda.problem() is None:
         from realizar_torch.triton_kernels.launch import require_layout
 
         # no kernel is launched where no row chose an expert
