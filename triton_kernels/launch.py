@@ -119,9 +119,9 @@ def processors_with_rings(device: torch.device) -> int:
 
 
 def vector(value: torch.Tensor | None, size: int, name: str) -> torch.Tensor | None:
-    """A bias, norm weight or similar: a contiguous float tensor of ``size`` elements, or None."""
+    """A bias, norm weight or similar as contiguous floats ``[size]``, or None."""
     if value is None:
         return None
     if value.dtype not in FLOAT_DTYPES or value.numel() != size:
         raise FormatError(f"{name} is {value.dtype} {tuple(value.shape)}; expected {size} floats")
-    return value.contiguous()
+    return value.reshape(-1).contiguous()
