@@ -154,7 +154,7 @@ def _projections(device: torch.device) -> Iterator[Tensor]:
 
 
 def _rings(device: torch.device) -> Iterator[Tensor]:
-    """One vector whose launch may overlap with the one before: programs of several tiles each."""
+    """One vector, whose rows come through a ring: programs of several tiles each."""
     if not launches_overlap():
         return
     columns, fmts, layouts = 768, ("Q4_K", "Q8_0", "Q5_K"), ("ggml", "planar", "ggml")

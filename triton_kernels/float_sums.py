@@ -75,8 +75,8 @@ def add_float(
 def _load_plane(x, start, turn, COLUMNS: tl.constexpr):
     """The four words of 16 floats from column ``start [1, lanes]`` on: fp32 ``[1, lanes, 4]`` each.
 
-    Neighbouring lanes, whose floats lie whole cache lines apart, begin with another word each (``turn`` 0 to
-    3) and put them in order afterwards: the same word of all would come from the same banks.
+    Neighbouring lanes, or pairs of them, whose floats lie 64 to 512 bytes apart, begin with another word each
+    (``turn`` 0 to 3) and put them in order afterwards: the same word of all would come from the same banks.
     """
     loaded = ()
     for j in tl.static_range(4):

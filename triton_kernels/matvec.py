@@ -97,7 +97,7 @@ def rows_through_ring(
     ring, weight, n_rows, program, programs, x, scale, sums, out, bias, residual,
     FMT: tl.constexpr, PLANAR: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, THREADS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RELEASE: tl.constexpr, COLUMNS: tl.constexpr = 0,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RELEASE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """What program ``program`` of ``programs`` does for one weight. Floats ``x`` have COLUMNS elements, and
     None for scale and sums.
