@@ -91,8 +91,9 @@ def rms(x):
     return x.square().mean().sqrt()
 
 
-def test_biases_written_to_in_place_are_taken_over(small, tmp_path):
-    model = load(tmp_path, "llama", "int8")
+@pytest.mark.parametrize("activations", ["int8", "float"])
+def test_biases_written_to_in_place_are_taken_over(small, tmp_path, activations):
+    model = load(tmp_path, "llama", activations)
     attention, config = model.layers[0].self_attn, model.config
     x = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     with torch.inference_mode():
@@ -112,6 +113,10 @@ def test_biases_written_to_in_place_are_taken_over(small, tmp_path):
     difference = qkv() - before
     assert (difference[:, : -config.kv_dim] == 0).all()
     assert (difference[:, -config.kv_dim :] - 3.0).abs().max() <= 1e-5
+    if activations == "float":
+        with torch.inference_mode():
+            parts = [part(x) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        assert (qkv() - torch.cat(parts, 1)).abs().max() <= 1e-5
 
 
 @pytest.mark.gpu
