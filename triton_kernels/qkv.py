@@ -205,6 +205,8 @@ def qkv(
         with on_device(device):
             _through_rings(packed, rings, row, None, None, result, bias, dependent)
         return result
+    # The last may let attention begin before it has waited itself. The positions that attention looks at were
+    # written before the step's first launch, which overlaps with none.
     first = 0
     for item in packed:
         rows = slice(first, first + item.rows)
