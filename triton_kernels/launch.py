@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +74,17 @@ def packed_rows(weight: torch.Tensor, fmt: str, in_features: int, layout: str = 
     blocks = found.blocks(in_features)
     align = alignment(fmt, layout, weight.data_ptr(), weight.stride(0), blocks)
     return PackedRows(weight, found, weight.shape[0], blocks, in_features, layout, align)
+
+
+def three_packed_rows(
+    weights: Sequence[torch.Tensor], fmts: Sequence[str], in_features: int, layouts: Sequence[str]
+) -> list[PackedRows]:
+    """``packed_rows`` of q, k and v. FormatError unless there are three of everything."""
+    if not len(weights) == len(fmts) == len(layouts) == 3:
+        raise FormatError(
+            f"{len(weights)} weights, {len(fmts)} formats, {len(layouts)} layouts; expected three of each"
+        )
+    return [packed_rows(w, f, in_features, lay) for w, f, lay in zip(weights, fmts, layouts, strict=True)]
 
 
 def float_rows_of(x: torch.Tensor, in_features: int, limit: int | None = MAX_ROWS) -> torch.Tensor:

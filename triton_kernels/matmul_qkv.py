@@ -6,10 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.configs import MatmulLaunch, choose_matmul
 from realizar_torch.triton_kernels.grouped import GROUP, check_grouped
-from realizar_torch.triton_kernels.launch import on_device, packed_rows, same_device, vector
+from realizar_torch.triton_kernels.launch import on_device, same_device, three_packed_rows, vector
 from realizar_torch.triton_kernels.matmul import rows_of_one
 from realizar_torch.triton_kernels.matvec import output_tensor
 
@@ -70,11 +69,7 @@ def matmul_qkv(
     dependent: bool = False,
 ) -> torch.Tensor:
     """``qkv.qkv_int8`` for ``batch`` grouped activation vectors, all tiles of one launch shape."""
-    if not len(weights) == len(fmts) == len(layouts) == 3:
-        raise FormatError(
-            f"{len(weights)} weights, {len(fmts)} formats, {len(layouts)} layouts; expected three of each"
-        )
-    packed = [packed_rows(w, f, in_features, lay) for w, f, lay in zip(weights, fmts, layouts, strict=True)]
+    packed = three_packed_rows(weights, fmts, in_features, layouts)
     for item in packed:
         check_grouped(values, scale, sums, batch, item.blocks * item.fmt.block_size)
     device = same_device(values, scale, sums, *weights, bias, out)

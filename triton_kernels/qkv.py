@@ -8,14 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
-from realizar_torch.errors import FormatError
 from realizar_torch.triton_kernels.configs import Launch, RingLaunch, choose
 from realizar_torch.triton_kernels.launch import (
     PackedRows,
     float_rows_of,
     on_device,
-    packed_rows,
     same_device,
+    three_packed_rows,
     vector,
 )
 from realizar_torch.triton_kernels.matvec import (
@@ -144,7 +143,7 @@ def qkv_int8(
     Each weight has its own format and layout; bias is for all rows together. The activations' width must suit
     every format: in_features is a multiple of the largest block, or all blocks are of one size.
     """
-    packed = _three(weights, fmts, in_features, layouts)
+    packed = three_packed_rows(weights, fmts, in_features, layouts)
     for item in packed:
         check_int8(q, scale, sums, item.blocks * item.fmt.block_size)
     device = same_device(q, scale, sums, *weights, bias, out)
@@ -192,7 +191,7 @@ def qkv(
     """x·[W0; W1; W2]ᵀ + bias of one vector ``x [1, in_features]`` → ``[1, rows0 + rows1 + rows2]`` in x's
     dtype, exact weights: one launch where the rows of all fit into rings, otherwise one for each.
     """
-    packed = _three(weights, fmts, in_features, layouts)
+    packed = three_packed_rows(weights, fmts, in_features, layouts)
     row = float_rows_of(x, in_features, 1)
     device = same_device(x, *weights, bias, out)
     total = sum(item.rows for item in packed)
@@ -216,16 +215,6 @@ def qkv(
         )  # fmt: skip
         first += item.rows
     return result
-
-
-def _three(
-    weights: Sequence[torch.Tensor], fmts: Sequence[str], in_features: int, layouts: Sequence[str]
-) -> list[PackedRows]:
-    if not len(weights) == len(fmts) == len(layouts) == 3:
-        raise FormatError(
-            f"{len(weights)} weights, {len(fmts)} formats, {len(layouts)} layouts; expected three of each"
-        )
-    return [packed_rows(w, f, in_features, lay) for w, f, lay in zip(weights, fmts, layouts, strict=True)]
 
 
 def _through_rings(
