@@ -9,12 +9,10 @@ import json
 import re
 
 import torch
-from kernel_tour import attention, norms
+from kernel_tour import parts
 from sass_of_kernels import NoDevice
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-
-from realizar_torch.triton_kernels.quantize import NORMALIZATIONS
 
 
 def fused_sums(ptx: str) -> int:
@@ -35,9 +33,9 @@ def main() -> None:
         found[name] = found.get(name, 0) + fused_sums(kernel.asm["ptx"])
 
     JITFunction.run = only_compile
-    for normalization in NORMALIZATIONS:
-        list(norms(normalization, torch.device("cpu")))
-    list(attention(torch.bfloat16, torch.device("cpu")))
+    tour = parts(torch.device("cpu"))
+    for part in ("rmsnorm", "layernorm", "bfloat16"):
+        list(tour[part])
     print(json.dumps(found))
 
 

@@ -56,7 +56,10 @@ COLUMNS, ROWS = 600, 7
 # vectors of matvecs, which take floats two at a time, and of tensor cores, which take groups of eight
 FEW, MANY = 3, 9
 POSITIONS, HEADS, KV_HEADS, CAPACITY = (0, 69), 6, 2, 70
-CACHES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+_CACHE_PARTS = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+}
 
 
 def kernels_of_package() -> set[str]:
@@ -95,16 +98,15 @@ def parts(device: torch.device, weights: Sequence[tuple[str, str]] = WEIGHTS) ->
     """The tour by the names of its parts, which launch nothing until they are gone through."""
     found = {fmt: _products(fmt, layout, device) for fmt, layout in weights}
     found |= {"projections": _projections(device), "rings": _rings(device)}
-    found |= {normalization: norms(normalization, device) for normalization in NORMALIZATIONS}
-    found |= {str(dtype).removeprefix("torch."): attention(dtype, device) for dtype in CACHES}
+    found |= {normalization: _norms(normalization, device) for normalization in NORMALIZATIONS}
+    found |= {part: _attention(dtype, device) for part, dtype in _CACHE_PARTS.items()}
     return found | {"tokens": _tokens(device)}
 
 
 def shared(device: torch.device) -> Iterator[Tensor]:
     """Of the kernels whose programs share memory: partial sums, or heads of one row."""
-    for dtype in CACHES:
-        yield from attention(dtype, device)
-    yield from _tokens(device)
+    found = parts(device)
+    return itertools.chain.from_iterable(found[part] for part in (*_CACHE_PARTS, "tokens"))
 
 
 def _weight(fmt: str, layout: str, device: torch.device, seed: int = 0, columns: int = COLUMNS) -> Tensor:
@@ -176,7 +178,7 @@ def _rings(device: torch.device) -> Iterator[Tensor]:
         yield qkv_int8(*parts, weights, fmts, columns, bias, layouts=layouts, dependent=True)
 
 
-def norms(normalization: str, device: torch.device) -> Iterator[Tensor]:
+def _norms(normalization: str, device: torch.device) -> Iterator[Tensor]:
     """Residual sum and norm, as floats, int8 and grouped fp16, of rows and heads; activations alone."""
     x, residual = (torch.randn(MANY, COLUMNS, device=device) for _ in range(2))
     gain, shift = torch.rand(COLUMNS, device=device), torch.randn(COLUMNS, device=device)
@@ -196,7 +198,7 @@ def norms(normalization: str, device: torch.device) -> Iterator[Tensor]:
         yield gated(x, torch.full_like(x[:, ::2], torch.nan).contiguous(), activation=activation)
 
 
-def attention(dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+def _attention(dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
     """Decode and prompt attention up to the cache's last position, with heads that fill no power of two."""
     for dim, window in ((10, 0), (24, 0), (64, 33)):
         caches, scales = _caches(dtype, dim, device)
