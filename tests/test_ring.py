@@ -157,7 +157,8 @@ def test_three_weights_of_different_formats(fmts: tuple[str, ...], biased: bool,
     out = torch.full((1, sum(heights)), torch.nan, device=DEVICE)
     options = {"layouts": layouts, "out": out, "dependent": True}
     y = qkvs.qkv_int8(*cases[0].q, weights, fmts, 2048, bias, **options)
-    assert len(rings) == 3
+    # blocks of 32 take two warps where super-blocks alone take one
+    assert [ring.warps for ring in rings[-3:]] == [2 if "Q8_0" in fmts else 1] * 3
     decoded = torch.cat([case.decoded for case in cases])
     expected, tolerance = cases[0].seen @ decoded.T, int8_kernel_tolerance(cases[0].seen, decoded)
     if bias is not None:
@@ -228,12 +229,16 @@ def test_rings_fit_into_a_multiprocessor(fmt: str) -> None:
     for rows, columns, weights in itertools.product(
         (1, 3, 4096, 128256), (256, 768, 2048, 4096, 14336, 28672, 65536), (1, 2)
     ):
-        for before_attention, activations in itertools.product((False, True), ("int8", "float")):
-            options = {"before_attention": before_attention, "activations": activations}
+        for before_attention, activations, warps in itertools.product(
+            (False, True), ("int8", "float"), (1, 4)
+        ):
+            options = {"before_attention": before_attention, "activations": activations, "least_warps": warps}
             ring = choose_ring(fmt, rows, columns, weights, **options)
             if ring is None:
                 continue
             found += 1
+            # rows a thread has registers for
+            assert ring.warps >= warps and ring.rows * weights <= (4 if ring.warps <= 2 else 2)
             # the activations of a thread and what it decodes
             assert ring.registers >= (128 if activations == "float" else 64)
             assert ring.bytes == ring.rows * ring.stages * weights * spec.row_bytes(columns) <= 48 << 10
@@ -243,6 +248,23 @@ def test_rings_fit_into_a_multiprocessor(fmt: str) -> None:
             assert at_once * taken <= 228 << 10 and ring.bytes + 128 <= 48 << 10
             assert at_once * ring.warps <= 32 and ring.registers <= 65536 // (32 * at_once * ring.warps)
     assert found > 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "fmts", [("Q4_K", "Q8_0", "Q8_0"), ("Q5_K", "Q4_K", "Q6_K"), ("Q6_K", "Q8_0", "Q4_0")]
+)
+def test_real_sizes_of_three(fmts: tuple[str, ...]) -> None:
+    heights, columns = (4096, 1024, 1023), 4096
+    cases = [Case(fmt, rows, columns) for fmt, rows in zip(fmts, heights, strict=True)]
+    weights, decoded = [case.weight for case in cases], torch.cat([case.decoded for case in cases])
+    out = torch.full((1, sum(heights)), torch.nan, device=DEVICE)
+    options = {"out": out, "layouts": [case.layout for case in cases], "dependent": True}
+    qkvs.qkv_int8(*cases[0].q, weights, fmts, columns, **options)
+    assert_within(out, cases[0].seen @ decoded.T, int8_kernel_tolerance(cases[0].seen, decoded))
+    x = random_activations(1, columns).to(DEVICE)
+    qkvs.qkv(x, weights, fmts, columns, **options | {"out": out.fill_(torch.nan)})
+    assert_within(out, x.double() @ decoded.T, float_tolerance(x, decoded))
 
 
 @pytest.mark.gpu

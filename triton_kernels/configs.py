@@ -96,14 +96,16 @@ def choose_ring(
     *,
     activations: str = "int8",
     before_attention: bool = False,
+    least_warps: int = 1,
     processors: int = PROCESSORS,
 ) -> RingLaunch | None:
     """The launch shape of a matvec of one vector through a ring in shared memory: ``weights`` of ``rows`` ×
-    ``in_features`` done together. None where rows are too long or no whole 16-byte chunks.
+    ``in_features`` done together, in a launch of at least ``least_warps`` warps. None where rows are too long
+    or no whole 16-byte chunks.
     """
     spec = get_packed_format(fmt)
     row_bytes = spec.row_bytes(in_features)
-    warps = max(1, _power_of_two_at_least(spec.blocks(in_features) * units(fmt)) // 32)
+    warps = max(least_warps, _power_of_two_at_least(spec.blocks(in_features) * units(fmt)) // 32)
     per_tile = max(1, (4 if warps <= 2 else 2) // weights)
     # a power of two, and no more than there are rows
     per_tile = min(per_tile, 1 << max(rows, 1).bit_length() - 1)

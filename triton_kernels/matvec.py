@@ -272,6 +272,7 @@ def ring_for(
     *,
     activations: str = "int8",
     before_attention: bool = False,
+    least_warps: int = 1,
 ) -> RingLaunch | None:
     """The launch shape of weights that are done together, through a ring; None where that cannot be."""
     first = weights[0]
@@ -279,7 +280,7 @@ def ring_for(
     if batch != 1 or not processors or any(item.align < 16 or not item.contiguous for item in weights):
         return None
     shape = (first.fmt.name, first.rows, first.in_features, len(weights))
-    options = {"activations": activations, "before_attention": before_attention}
+    options = {"activations": activations, "before_attention": before_attention, "least_warps": least_warps}
     return choose_ring(*shape, **options, processors=processors)
 
 

@@ -153,8 +153,7 @@ def qkv_int8(
         return result
     bias = vector(bias, total, "bias")
     if dependent and launches is None:
-        rings = [ring_for([item], q.shape[0], before_attention=True) for item in packed]
-        if None not in rings:
+        if rings := _rings_for(packed, q.shape[0], "int8"):
             with on_device(device):
                 _through_rings(packed, rings, q.view(torch.int32), scale, sums, result, bias, True)
             return result
@@ -199,8 +198,7 @@ def qkv(
     if result.numel() == 0:
         return result
     bias = vector(bias, total, "bias")
-    rings = [ring_for([item], 1, activations="float", before_attention=True) for item in packed]
-    if None not in rings:
+    if rings := _rings_for(packed, 1, "float"):
         with on_device(device):
             _through_rings(packed, rings, row, None, None, result, bias, dependent)
         return result
@@ -215,6 +213,20 @@ def qkv(
         )  # fmt: skip
         first += item.rows
     return result
+
+
+def _rings_for(packed: Sequence[PackedRows], batch: int, activations: str) -> list[RingLaunch] | None:
+    """A ring for each weight, all of as many warps as the longest row takes; None where one has none."""
+
+    def rings(least_warps: int) -> list[RingLaunch | None]:
+        options = {"activations": activations, "before_attention": True, "least_warps": least_warps}
+        return [ring_for([item], batch, **options) for item in packed]
+
+    found = rings(1)
+    if None in found:
+        return None
+    widest = max(ring.warps for ring in found)
+    return found if all(ring.warps == widest for ring in found) else rings(widest)
 
 
 def _through_rings(
@@ -239,7 +251,7 @@ def _through_rings(
     for i, (item, ring, count) in enumerate(zip(packed, rings, programs, strict=True)):
         arguments += [item.data, item.rows, count]
         constants |= {f"{name}{i}": value for name, value in ring_constants(item, ring).items()}
-    warps = max(ring.warps for ring in rings)
+    warps = rings[0].warps
     _qkv_ring_kernel[(sum(programs),)](
         *arguments, x, scale, sums, result, bias,
         **constants, THREADS=32 * warps, BYTES=max(ring.bytes for ring in rings),
