@@ -329,3 +329,16 @@ def test_a_loop_that_is_left_early_leaves_the_cache_free_at_once(tiny):
         cache.reset()
     finally:
         gc.enable()
+
+
+def test_a_closed_stream_leaves_the_cache_free_where_python_keeps_its_loop(tiny, monkeypatch):
+    """Up to Python 3.12.3 a closed generator keeps the one it was reading: python/cpython#118272."""
+    model, tokenizer = tiny
+    cache = prefix.PrefixCache(model)
+    kept, loop_of = [], loop.Decoding.__iter__
+    monkeypatch.setattr(loop.Decoding, "__iter__", lambda self: kept.append(loop_of(self)) or kept[-1])
+    stream = rt.stream(model, tokenizer, "one two three", max_new_tokens=30, prefix_cache=cache)
+    next(stream)
+    stream.close()
+    assert len(kept) == 1
+    cache.reset()

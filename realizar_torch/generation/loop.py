@@ -1,7 +1,7 @@
 """The loop: prefill once, then choose, check for stops, and step; ids out with transformers' semantics."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, Unpack
 
@@ -67,7 +67,7 @@ class Decoding:
             decode_bytes(self._model, rows, prompt_tokens, self._steps),
         )
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Generator[list[int]]:
         model, request = self._model, self._request
         if request.max_new_tokens == 0:
             self._end_at_length()

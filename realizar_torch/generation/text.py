@@ -1,6 +1,7 @@
 """Text in, text out: a prompt or a list of messages, answered at once or piece by piece."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any, Unpack
 
 import torch
@@ -48,10 +49,12 @@ class TextStream:
 
 def _pieces(decoding: Decoding, token_ids: list[int]) -> Generator[str]:
     """Not a method: a loop that is left early ends the generation only if no cycle keeps this alive."""
-    for tokens in decoding:
-        token_ids.append(tokens[0])
-        if decoding.released[0]:
-            yield decoding.released[0]
+    # closed here: Pythons up to 3.12.3 keep what a closed generator was reading (python/cpython#118272)
+    with closing(iter(decoding)) as steps:
+        for tokens in steps:
+            token_ids.append(tokens[0])
+            if decoding.released[0]:
+                yield decoding.released[0]
 
 
 def encode_prompt(tokenizer: Any, prompt_or_messages: Prompt) -> list[int]:
