@@ -86,10 +86,9 @@ def transformers_text(source: str, conversation: Conversation) -> str | None:
     """What transformers renders; None where the template refuses or fails."""
     messages, variables = conversation
     options = {"add_generation_prompt": True} | variables
+    tokenizer = _transformers_tokenizer()
     try:
-        return _transformers_tokenizer().apply_chat_template(
-            messages, chat_template=source, tokenize=False, **options
-        )
+        return tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False, **options)
     except Exception:
         return None
 

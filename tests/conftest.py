@@ -1,6 +1,7 @@
 """Shared by every test: poisoned uninitialised memory, fixed random numbers, real model files."""
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -10,21 +11,31 @@ from typing import Any
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # read when triton is imported, so it has to be set before any test does
-    os.environ["TRITON_INTERPRET"] = "1"
-
 from real_models import GEMMA3, SMOLLM2, RealModel, UnobtainableError, obtain
 from tiny_models import write_tiny_llama
 
 import realizar_torch as rt
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """Only ``-m gpu`` sees a GPU. Other runs test what CPUs do and interpret kernels, wherever they run."""
+    if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
+        # read when CUDA is first asked for
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if not torch.cuda.is_available():
-        for item in items:
+        # read when triton is imported, so it has to be set before any test does
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not torch.cuda.is_available():
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        # tests of kernels, which are compiled there
+        elif str(getattr(getattr(item, "module", None), "DEVICE", "cpu")).startswith("cuda"):
+            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(autouse=True)
