@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from real_models import GEMMA3, SMOLLM2, RealModel, UnobtainableError, obtain
 from tiny_models import write_tiny_llama
 
