@@ -12,7 +12,7 @@ from make_fixtures import FIXTURES
 
 import realizar_torch as rt
 from realizar_torch.models.arch import ARCHITECTURES
-from realizar_torch.models.hf_config import HF_MODELS
+from realizar_torch.models.hf_models import HF_MODELS
 from realizar_torch.models.sources import open_source
 
 # fp32 on both sides; logits of size 10

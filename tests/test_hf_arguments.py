@@ -67,6 +67,12 @@ def test_sizes_of_the_file_that_transformers_refuses_are_the_files_fault(tmp_pat
     [
         ("block_count", 2**31 - 1, MissingTensorsError, "has only 21 tensors"),
         ("rope.dimension_count", 64, GGUFError, "64 of the 32 elements of a head"),
+        (
+            "rope.dimension_count",
+            16,
+            UnsupportedArchitectureError,
+            "= 16 has no counterpart.*heads, 32",
+        ),
         ("attention.value_length", 16, UnsupportedArchitectureError, "value_length is 16"),
     ],
 )

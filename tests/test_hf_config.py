@@ -1,17 +1,23 @@
 """From config.json to our config and from ours to transformers': what is left out means the same."""
 
+import copy
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
+from fixture_models import COMMON, MODELS
 from transformers import CONFIG_MAPPING, FalconConfig, Qwen2Config, Qwen3Config
 
+from realizar_torch import errors
 from realizar_torch.checkpoint.gguf import open_gguf
 from realizar_torch.hf.architectures import get_architecture
 from realizar_torch.hf.config import read_config
 from realizar_torch.models.config import ModelConfig
-from realizar_torch.models.hf_config import HF_MODELS, gguf_metadata
+from realizar_torch.models.hf_config import gguf_metadata
+from realizar_torch.models.hf_models import HF_MODELS
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -32,6 +38,90 @@ def read(model_type: str, **config: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("model_type", HF_MODELS)
 def test_heads_are_tied_where_nothing_is_said(model_type: str) -> None:
     assert HF_MODELS[model_type].tied == CONFIG_MAPPING[model_type]().tie_word_embeddings
+
+
+HALF = {"partial_rotary_factor": 0.5}
+# a size that is left out is not the one that a tensor's shape shows, and refused for that
+SHOWN_BY_TENSORS = {
+    "intermediate_size",
+    "num_key_value_heads",
+    "head_dim",
+    "new_decoder_architecture",
+    "num_local_experts",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+}
+
+
+def read_all(config: dict[str, Any]) -> dict[str, Any]:
+    """The model's config as values that can be compared: a window for each layer."""
+    metadata = gguf_metadata(config, "config.json") | {"tokenizer.ggml.tokens": []}
+    ours = ModelConfig.from_gguf(metadata, "config.json")
+    windows = tuple(ours.window(layer) for layer in range(ours.num_layers))
+    return {**vars(ours), "sliding_pattern": (), "sliding_window": windows}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_entry_that_is_left_out_or_null_means_what_it_does_in_transformers(name: str) -> None:
+    """Or it is refused. Its config class fills in what is missing; we have to come to the same ourselves."""
+    stem, entries = MODELS[name]
+    model_class = getattr(transformers, stem + ("LMHeadModel" if stem == "GPT2" else "ForCausalLM"))
+    # as a file has it
+    config = json.loads(json.dumps(model_class.config_class(**COMMON | entries).to_dict()))
+    compared = 0
+    for key in config.keys() - SHOWN_BY_TENSORS - {"model_type"}:
+        without = {k: v for k, v in config.items() if k != key}
+        for stated in (without, without | {key: None}):
+            try:
+                found = read_all(stated)
+            except errors.RealizarError:
+                continue
+            try:
+                filled = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(stated)).to_dict()
+            # transformers' own check, of a class that changed from release to release
+            except Exception:
+                continue
+            assert found == read_all(json.loads(json.dumps(filled))), (key, key in stated)
+            compared += 1
+    assert compared > 20
+
+
+@pytest.mark.parametrize(
+    ("model_type", "stated"),
+    [
+        ("gpt_neox", {"rotary_emb_base": 777.0, "rotary_pct": 0.5}),
+        ("llama", {"rope_theta": 777.0, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("phi", {"rope_theta": 777.0, "partial_rotary_factor": 0.25}),
+        ("gemma3_text", {"rope_theta": 777.0, "rope_local_base_freq": 55.0}),
+        ("olmo3", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 777.0}}}),
+        ("qwen2", {"sliding_window": 8}),
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}),
+        ("mistral", {}),
+        ("mistral", {"sliding_window": None}),
+        ("ministral3", {}),
+    ],
+)
+def test_older_and_shorter_configs_mean_what_they_do_in_transformers(
+    model_type: str, stated: dict[str, Any]
+) -> None:
+    config = {"model_type": model_type, **SIZES, "head_dim": 16, "num_key_value_heads": 2, **stated}
+    if model_type in ("gpt_neox", "phi"):
+        del config["head_dim"]
+    config |= {"rms_norm_eps": 1e-5, "layer_norm_eps": 1e-5}
+    filled = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config)).to_dict()
+    assert read_all(config) == read_all(json.loads(json.dumps(filled)))
+
+
+@pytest.mark.parametrize(
+    "rope", [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}]
+)
+def test_parts_of_heads_are_rotated_where_transformers_does_that(rope: dict[str, Any]) -> None:
+    """Its Llama rotates whole heads whatever the entry says: logits were 0.02 of 0.8 apart."""
+    with pytest.raises(
+        errors.UnsupportedArchitectureError, match=r"partial_rotary_factor = 0\.5.*whole heads"
+    ):
+        read("llama", **rope)
+    assert read("phi", **rope)["rope.dimension_count"] == 8
 
 
 @pytest.mark.parametrize(

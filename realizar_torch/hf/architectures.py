@@ -48,6 +48,8 @@ class Architecture:
     rope_theta: float | None = 10000.0
     # RoPE base of layers with a sliding window where it, and no scaling, is their own; 0: the same base.
     local_rope_theta: float | None = None
+    # Heads may be rotated in part.
+    partial_rotary: bool = False
     # The converter interleaved the rows of each q and k head; transformers wants the halves apart.
     interleaved_qk: bool = False
     # The converter took q, k and v of fused projections apart; transformers wants them group by group.
@@ -90,7 +92,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 norm_offset=1,
                 query_scalar=62,
             ),
-            Architecture("phi3", "phi3", 0),
+            Architecture("phi3", "phi3", 0, partial_rotary=True),
             Architecture(
                 "olmo2", "olmo2", 0, windowed_type="olmo3", local_rope_theta=0.0, flags=_ATTENTION_BIAS
             ),
@@ -123,13 +125,14 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 "stablelm",
                 "stablelm",
                 epsilon=("layer_norm_eps", EPSILON),
+                partial_rotary=True,
                 flags={
                     "use_qkv_bias": "blk.0.attn_q.bias",
                     "use_parallel_residual": "!blk.0.ffn_norm.weight",
                     "qk_layernorm": "blk.0.attn_q_norm.weight",
                 },
             ),
-            Architecture("phi2", "phi", epsilon=("layer_norm_eps", EPSILON)),
+            Architecture("phi2", "phi", epsilon=("layer_norm_eps", EPSILON), partial_rotary=True),
             Architecture("internlm2", "llama", flags=_LLAMA_BIASES, interleaved_qk=True),
             Architecture(
                 "gptneox",
@@ -138,6 +141,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 epsilon=("layer_norm_eps", EPSILON),
                 numbers={"use_parallel_residual": ("use_parallel_residual", True)},
                 flags={"attention_bias": "blk.0.attn_qkv.bias"},
+                partial_rotary=True,
                 grouped_qkv=True,
             ),
             Architecture(

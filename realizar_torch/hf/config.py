@@ -173,6 +173,11 @@ def _rope(
     scaling = read_rope_scaling(keys, theta)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if rotated != sizes["head_dim"]:
+        if not row.partial_rotary:
+            raise UnsupportedArchitectureError(
+                f"{keys.source}: {row.name}.rope.dimension_count = {rotated} has no counterpart in "
+                f"transformers' {row.model_type}, which rotates whole heads, {sizes['head_dim']} elements"
+            )
         rope["partial_rotary_factor"] = rotated / sizes["head_dim"]
     original = scaling.original_length or sizes["max_position_embeddings"]
     if scaling.yarn != 1.0:

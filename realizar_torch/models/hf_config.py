@@ -1,90 +1,22 @@
-"""transformers' config.json as GGUF metadata: one row per key, one row per kind of model.
+"""transformers' config.json as GGUF metadata: one row per key (hf_models.py has one per kind of model).
 
 The keys and their meaning are those that llama.cpp's converter writes (conversion/base.py), so that a
 directory and the GGUF file made from it describe the same model.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from realizar_torch.checkpoint.gguf_errors import damaged, shown
 from realizar_torch.errors import UnsupportedArchitectureError
 from realizar_torch.models.arch import ArchSpec, get_arch
+from realizar_torch.models.hf_models import HF_MODELS, HFModel
 from realizar_torch.models.hf_rope import rope_entries
 from realizar_torch.models.metadata import LARGEST_INT, MOST_LAYERS
 
 Config = Mapping[str, Any]
 
-
-@dataclass(frozen=True)
-class HFModel:
-    """What a ``model_type`` of config.json is in GGUF, and how its safetensors differ from GGUF's tensors.
-
-    arch: the row in ``models.arch``. permuted_qk: converters interleave the rows of q and k. norm_offset:
-    what converters add to norm weights (Gemma's 1). tied: whether the head is the embedding where config.json
-    does not say. transposed: matrices stored [in, out], by the last part of their GGUF name. grouped_qkv: the
-    fused rows are stored as [key head, (its queries, k, v)], which converters sort into all of q, k and v.
-    unread: entries that transformers does not act upon either. defaults: what config.json leaves out where it
-    is the text part of a larger one.
-    """
-
-    arch: str
-    permuted_qk: bool = False
-    norm_offset: float = 0.0
-    tied: bool = False
-    transposed: tuple[str, ...] = ()
-    grouped_qkv: bool = False
-    unread: tuple[str, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-
-# transformers' Gemma3TextConfig
-_GEMMA3_DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        "vocab_size": 262_208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-6,
-        "sliding_window": 4096,
-    }
-)
-HF_MODELS: Mapping[str, HFModel] = MappingProxyType(
-    {
-        "llama": HFModel("llama", permuted_qk=True),
-        "mistral": HFModel("llama", permuted_qk=True),
-        "smollm3": HFModel("smollm3", permuted_qk=True, tied=True),
-        "qwen2": HFModel("qwen2"),
-        "qwen3": HFModel("qwen3"),
-        "mixtral": HFModel("llama", permuted_qk=True),
-        "qwen2_moe": HFModel("qwen2moe", defaults={"norm_topk_prob": False}),
-        "qwen3_moe": HFModel("qwen3moe", defaults={"norm_topk_prob": False}),
-        "phi3": HFModel("phi3"),
-        "gemma": HFModel("gemma", norm_offset=1.0, tied=True, unread=("hidden_act",)),
-        "gemma2": HFModel("gemma2", norm_offset=1.0, tied=True),
-        "gemma3_text": HFModel("gemma3", norm_offset=1.0, tied=True, defaults=_GEMMA3_DEFAULTS),
-        "granite": HFModel("granite", permuted_qk=True),
-        "olmo2": HFModel("olmo2"),
-        "olmo3": HFModel("olmo2"),
-        "starcoder2": HFModel("starcoder2", tied=True),
-        "stablelm": HFModel("stablelm"),
-        "gpt2": HFModel(
-            "gpt2",
-            tied=True,
-            transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
-            unread=("intermediate_size",),
-        ),
-        "gpt_neox": HFModel("gptneox", grouped_qkv=True),
-        "falcon": HFModel("falcon", tied=True, grouped_qkv=True, unread=("intermediate_size",)),
-        "phi": HFModel("phi2"),
-        "cohere": HFModel("command-r", tied=True),
-        "ministral3": HFModel("mistral3", permuted_qk=True),
-    }
-)
 
 _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu": ("gelu",), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new")}
 # More elements than any head has; it bounds the list of their frequencies.
@@ -129,10 +61,12 @@ def gguf_metadata(config: Config, source: str) -> dict[str, Any]:
     """
     model = find_hf_model(config, source)
     spec = get_arch(model.arch, source)
-    stated = {k: v for k, v in config.items() if v is not None and k not in model.unread}
-    config = {**model.defaults, **stated}
+    # null says that there is no window, or no cap, but nothing of RoPE
+    stated = {k: v for k, v in config.items() if v is not None or k != "rope_parameters"}
+    told = {**model.defaults, **stated, **{cap: 0.0 for cap in _CAPS if config.get(cap, 0.0) is None}}
+    config = {k: v for k, v in told.items() if v is not None and k not in model.unread}
     config |= rope_entries(config, source)
-    _check_conventions(config, spec, source)
+    _check_conventions(config, spec, model, source)
     metadata: dict[str, Any] = {"general.architecture": model.arch}
     for key, read in _ROWS.items():
         try:
@@ -225,6 +159,7 @@ def _attention_scale(config: Config) -> float | None:
     return config.get("attention_multiplier") if scalar is None else scalar**-0.5
 
 
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _PARTIAL = ("rope.partial_rotary_factor", "partial_rotary_factor", "rotary_pct")
 # GGUF key behind the architecture's name -> its value; None: the key is left out
 _ROWS: Mapping[str, Callable[[Config], Any]] = MappingProxyType(
@@ -276,8 +211,14 @@ _REQUIRED = {
 }
 
 
-def _check_conventions(config: Config, spec: ArchSpec, source: str) -> None:
+def _check_conventions(config: Config, spec: ArchSpec, model: HFModel, source: str) -> None:
     """UnsupportedArchitectureError for what the row takes for granted and this model does otherwise."""
+    parts = [name for name in (*_PARTIAL, "rope_local.partial_rotary_factor") if config.get(name, 1) != 1]
+    if parts and not model.defaults.keys() & set(_PARTIAL):
+        raise UnsupportedArchitectureError(
+            f"{source}: {parts[0]} = {config[parts[0]]!r:.40} is not supported for {spec.name}, where "
+            "transformers rotates whole heads whatever this entry says; take it out to do the same"
+        )
     others = [flag for flag, expected in _FLAGS.items() if config.get(flag, expected) != expected]
     if others:
         found = ", ".join(f"{flag} = {config[flag]!r:.40}" for flag in others)

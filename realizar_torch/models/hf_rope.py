@@ -24,6 +24,8 @@ _KNOWN = {
     "type",
     "factor",
     "original_max_position_embeddings",
+    # written by Ministral3Config, read by nobody
+    "max_position_embeddings",
     "partial_rotary_factor",
     "attention_factor",
     "beta_fast",
@@ -48,6 +50,8 @@ def rope_entries(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     rope, local = _parameters(config, source)
     kind = _kind(rope)
     unknown = sorted((rope.keys() | local.keys()) - _KNOWN)
+    if _KINDS.get(kind) is None and "llama_4_scaling_beta" in rope:
+        unknown.append("llama_4_scaling_beta")
     if kind not in _KINDS or unknown:
         what = f"entry {shown(unknown[0])}" if unknown else f"scaling {shown(str(kind))}"
         raise UnsupportedArchitectureError(
@@ -97,14 +101,18 @@ def _expecting_numbers(source: str) -> Iterator[None]:
 
 
 def _parameters(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """What is stated for layers with global attention and for those with a sliding window."""
-    old = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
-    scaling = _object(config, "rope_scaling", source)
-    stated = _object(config, "rope_parameters", source) or {**old, **scaling}
-    if "full_attention" in stated or "sliding_attention" in stated:
-        return _object(stated, "full_attention", source), _object(stated, "sliding_attention", source)
+    """What is stated for layers with global attention and for those with a sliding window.
+
+    Older files state it among the other entries, which still count for what ``rope_parameters`` leaves out.
+    """
+    theta = config.get("rope_theta", config.get("rotary_emb_base"))
+    own = {} if theta is None else {"rope_theta": theta}
     local = {"rope_theta": config["rope_local_base_freq"]} if "rope_local_base_freq" in config else {}
-    return stated, local
+    stated = _object(config, "rope_scaling", source) or _object(config, "rope_parameters", source)
+    if "full_attention" in stated or "sliding_attention" in stated:
+        full, sliding = (_object(stated, f"{kind}_attention", source) for kind in ("full", "sliding"))
+        return {**own, **full}, {**(local or own), **sliding}
+    return {**own, **stated}, local
 
 
 def _object(config: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
@@ -120,9 +128,10 @@ def _kind(rope: Mapping[str, Any]) -> str:
 
 
 def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
-    longest = config["max_position_embeddings"]
-    stated = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
-    return longest if stated is None else stated
+    """The entry beside the others comes first, as in transformers (Phi-3)."""
+    name = "original_max_position_embeddings"
+    stated = config.get(name, rope.get(name))
+    return config["max_position_embeddings"] if stated is None else stated
 
 
 def _longrope_magnitude(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
