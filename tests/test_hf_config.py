@@ -1,7 +1,9 @@
 """From config.json to our config and from ours to transformers': what is left out means the same."""
 
 import copy
+import inspect
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import transformers
 from fixture_models import COMMON, MODELS
-from transformers import CONFIG_MAPPING, FalconConfig, Qwen2Config, Qwen3Config
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, FalconConfig, Qwen2Config, Qwen3Config
 
 from realizar_torch import errors
 from realizar_torch.checkpoint.gguf import open_gguf
@@ -17,7 +19,7 @@ from realizar_torch.hf.architectures import get_architecture
 from realizar_torch.hf.config import read_config
 from realizar_torch.models.config import ModelConfig
 from realizar_torch.models.hf_config import gguf_metadata
-from realizar_torch.models.hf_models import HF_MODELS
+from realizar_torch.models.hf_models import HF_MODELS, SOME_READ
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -40,6 +42,18 @@ def test_heads_are_tied_where_nothing_is_said(model_type: str) -> None:
     assert HF_MODELS[model_type].tied == CONFIG_MAPPING[model_type]().tie_word_embeddings
 
 
+def modeling(model_type: str) -> Any:
+    """The module of transformers that holds the model."""
+    return inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]])
+
+
+# Named without effect: a cap that attention never uses, what the vision tower has, what only warns.
+IN_VAIN = {
+    ("gemma3_text", "attn_logit_softcapping"),
+    ("gemma3_text", "layer_norm_eps"),
+    ("mistral", "layer_types"),
+    ("ministral3", "layer_types"),
+}
 HALF = {"partial_rotary_factor": 0.5}
 # a size that is left out is not the one that a tensor's shape shows, and refused for that
 SHOWN_BY_TENSORS = {
@@ -112,16 +126,23 @@ def test_older_and_shorter_configs_mean_what_they_do_in_transformers(
     assert read_all(config) == read_all(json.loads(json.dumps(filled)))
 
 
-@pytest.mark.parametrize(
-    "rope", [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}]
-)
+@pytest.mark.parametrize("rope", [HALF, {"rope_parameters": HALF}])
 def test_parts_of_heads_are_rotated_where_transformers_does_that(rope: dict[str, Any]) -> None:
     """Its Llama rotates whole heads whatever the entry says: logits were 0.02 of 0.8 apart."""
-    with pytest.raises(
-        errors.UnsupportedArchitectureError, match=r"partial_rotary_factor = 0\.5.*whole heads"
-    ):
-        read("llama", **rope)
+    assert read("llama", **rope)["rope.dimension_count"] == 16
     assert read("phi", **rope)["rope.dimension_count"] == 8
+
+
+@pytest.mark.parametrize("model_type", HF_MODELS)
+def test_entries_act_where_transformers_reads_them(model_type: str) -> None:
+    """Its models name what they act upon in their source; those of others are without effect."""
+    source = inspect.getsource(modeling(model_type)) + inspect.getsource(CONFIG_MAPPING[model_type])
+    model = HF_MODELS[model_type]
+    others = {entry: 0.37 for entry in SOME_READ if not model.acts_upon(entry)}
+    assert len(others) > 8 and read(model_type, **others) == read(model_type)
+    for entry in SOME_READ:
+        named = re.search(rf"(config|self)\.{entry}\b|[\"']{entry}[\"']", source) is not None
+        assert model.acts_upon(entry) == (named and (model_type, entry) not in IN_VAIN), entry
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 "gemma3",
                 "gemma3_text",
                 0,
-                softcaps={"attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0},
+                softcaps={"final_logit_softcapping": 0.0},
                 rope_theta=1_000_000.0,
                 local_rope_theta=10_000.0,
                 norm_offset=1,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,18 +28,21 @@ ROPE_DIVISORS = "rope_freqs.weight"
 SHORT_DIVISORS, LONG_DIVISORS = "rope_factors_short.weight", "rope_factors_long.weight"
 ROPE_TENSORS = (ROPE_DIVISORS, SHORT_DIVISORS, LONG_DIVISORS)
 
-# Keys that change the result; a row names those that its model knows.
-_MATHEMATICS = (
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "logit_scale",
-    "residual_scale",
-    "embedding_scale",
-    "attention.scale",
-    "attention.clamp_kqv",
-    "attention.max_alibi_bias",
-    "attention.sliding_window",
-    "expert_count",
+# Keys that change the result, unless they have one of these values; a row names those that its model knows.
+_MATHEMATICS: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {
+        "attn_logit_softcapping": (0,),
+        "final_logit_softcapping": (0,),
+        "logit_scale": (0, 1),
+        "residual_scale": (0, 1),
+        "embedding_scale": (0, 1),
+        "attention.scale": (0,),
+        "attention.temperature_scale": (0,),
+        "attention.clamp_kqv": (0,),
+        "attention.max_alibi_bias": (0,),
+        "attention.sliding_window": (0,),
+        "expert_count": (0,),
+    }
 )
 # Llama 3's stretching (transformers' rope_type "llama3"): what every published model has.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -152,9 +156,9 @@ def _windows(keys: Keys, window: int | None, layers: int, config_class: Any) -> 
 def _refuse_other_mathematics(keys: Keys, row: Architecture) -> None:
     read = {key for key, _ in row.numbers.values()} | row.softcaps.keys()
     read |= {"attention.sliding_window"} if row.sliding_window is not None else set()
-    for name in _MATHEMATICS:
+    for name, neutral in _MATHEMATICS.items():
         value = keys.optional(name, float, 0)
-        if name not in read and value not in (0, 1):
+        if name not in read and value not in neutral:
             raise UnsupportedArchitectureError(
                 f"{keys.source}: {row.name}.{name} = {value:g} has no counterpart in transformers' "
                 f"{row.model_type}"
@@ -172,15 +176,31 @@ def _rope(
     rotated = read_rotary_dim(keys, sizes["head_dim"])
     scaling = read_rope_scaling(keys, theta)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    if rotated != sizes["head_dim"]:
-        if not row.partial_rotary:
-            raise UnsupportedArchitectureError(
-                f"{keys.source}: {row.name}.rope.dimension_count = {rotated} has no counterpart in "
-                f"transformers' {row.model_type}, which rotates whole heads, {sizes['head_dim']} elements"
-            )
+    if row.partial_rotary:
+        # also a whole head: the config classes have parts of their own
         rope["partial_rotary_factor"] = rotated / sizes["head_dim"]
+    elif rotated != sizes["head_dim"]:
+        raise UnsupportedArchitectureError(
+            f"{keys.source}: {row.name}.rope.dimension_count = {rotated} has no counterpart in "
+            f"transformers' {row.model_type}, which rotates whole heads, {sizes['head_dim']} elements"
+        )
     original = scaling.original_length or sizes["max_position_embeddings"]
-    if scaling.yarn != 1.0:
+    divided = next((name for name in ROPE_TENSORS if name in file.tensors), None)
+    if divided is not None and (scaling.factor != 1.0 or scaling.yarn != 1.0):
+        raise UnsupportedArchitectureError(
+            f"{keys.source}: {divided} and {row.name}.rope.scaling.factor at once is not supported"
+        )
+    if divided == ROPE_DIVISORS:
+        rope |= stretched(_divisors(file, ROPE_DIVISORS), theta, rotated, sizes["max_position_embeddings"])
+    elif divided is not None:
+        rope |= {
+            "rope_type": "longrope",
+            "short_factor": _divisors(file, SHORT_DIVISORS),
+            "long_factor": _divisors(file, LONG_DIVISORS),
+            "attention_factor": scaling.magnitude,
+            "original_max_position_embeddings": original,
+        }
+    elif scaling.yarn != 1.0:
         rope |= {
             "rope_type": "yarn",
             "factor": scaling.yarn,
@@ -191,17 +211,7 @@ def _rope(
         }
     elif scaling.factor != 1.0:
         rope |= {"rope_type": "linear", "factor": scaling.factor}
-    if ROPE_DIVISORS in file.tensors:
-        rope |= stretched(_divisors(file, ROPE_DIVISORS), theta, rotated, sizes["max_position_embeddings"])
-    elif LONG_DIVISORS in file.tensors or SHORT_DIVISORS in file.tensors:
-        rope |= {
-            "rope_type": "longrope",
-            "short_factor": _divisors(file, SHORT_DIVISORS),
-            "long_factor": _divisors(file, LONG_DIVISORS),
-            "attention_factor": scaling.magnitude,
-            "original_max_position_embeddings": original,
-        }
-    elif scaling.magnitude != 1.0 and rope["rope_type"] != "yarn":
+    if scaling.magnitude != 1.0 and rope.get("attention_factor") != scaling.magnitude:
         raise UnsupportedArchitectureError(
             f"{keys.source}: {row.name}.rope.scaling.attn_factor is not supported"
         )

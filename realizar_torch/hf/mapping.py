@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from realizar_torch.checkpoint.gguf_errors import shown_path
 from realizar_torch.checkpoint.source import ModelSource
-from realizar_torch.errors import MissingTensorsError, UnsupportedArchitectureError
+from realizar_torch.errors import GGUFError, MissingTensorsError, UnsupportedArchitectureError
 from realizar_torch.hf.architectures import Architecture
 from realizar_torch.hf.config import ROPE_TENSORS
 from realizar_torch.hf.modules import weight_shape
@@ -132,6 +132,11 @@ def _halves_apart(rows: int, heads: int) -> Tensor:
 def _group_by_group(rows: int, config: PreTrainedConfig) -> Tensor:
     """Row order that puts each key and value head behind the query heads that share it, as Falcon's."""
     groups = getattr(config, "num_kv_heads", config.num_attention_heads)
+    if rows % (config.num_attention_heads + 2 * groups):
+        raise GGUFError(
+            f"{rows} rows of q, k and v are no {config.num_attention_heads} query heads and {groups} "
+            "key/value heads; check attention.head_count and attention.head_count_kv"
+        )
     order = torch.arange(rows, device="cpu").view(config.num_attention_heads + 2 * groups, -1)
     query, key, value = order.split([config.num_attention_heads, groups, groups])
     query = query.reshape(groups, -1, order.shape[1])

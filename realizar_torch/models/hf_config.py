@@ -27,6 +27,7 @@ _FLAGS = {
     "scale_attn_by_inverse_layer_idx": False,
     "parallel_attn": True,
     "alibi": False,
+    "use_bidirectional_attention": False,
 }
 
 
@@ -64,9 +65,11 @@ def gguf_metadata(config: Config, source: str) -> dict[str, Any]:
     # null says that there is no window, or no cap, but nothing of RoPE
     stated = {k: v for k, v in config.items() if v is not None or k != "rope_parameters"}
     told = {**model.defaults, **stated, **{cap: 0.0 for cap in _CAPS if config.get(cap, 0.0) is None}}
-    config = {k: v for k, v in told.items() if v is not None and k not in model.unread}
+    config = {k: v for k, v in told.items() if v is not None and model.acts_upon(k)}
     config |= rope_entries(config, source)
-    _check_conventions(config, spec, model, source)
+    if not model.acts_upon("partial_rotary_factor"):
+        config.pop("rope.partial_rotary_factor", None)
+    _check_conventions(config, spec, source)
     metadata: dict[str, Any] = {"general.architecture": model.arch}
     for key, read in _ROWS.items():
         try:
@@ -211,14 +214,8 @@ _REQUIRED = {
 }
 
 
-def _check_conventions(config: Config, spec: ArchSpec, model: HFModel, source: str) -> None:
+def _check_conventions(config: Config, spec: ArchSpec, source: str) -> None:
     """UnsupportedArchitectureError for what the row takes for granted and this model does otherwise."""
-    parts = [name for name in (*_PARTIAL, "rope_local.partial_rotary_factor") if config.get(name, 1) != 1]
-    if parts and not model.defaults.keys() & set(_PARTIAL):
-        raise UnsupportedArchitectureError(
-            f"{source}: {parts[0]} = {config[parts[0]]!r:.40} is not supported for {spec.name}, where "
-            "transformers rotates whole heads whatever this entry says; take it out to do the same"
-        )
     others = [flag for flag, expected in _FLAGS.items() if config.get(flag, expected) != expected]
     if others:
         found = ", ".join(f"{flag} = {config[flag]!r:.40}" for flag in others)

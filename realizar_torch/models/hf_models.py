@@ -14,9 +14,9 @@ class HFModel:
     what converters add to norm weights (Gemma's 1). tied: whether the head is the embedding where config.json
     does not say. transposed: matrices stored [in, out], by the last part of their GGUF name. grouped_qkv: the
     fused rows are stored as [key head, (its queries, k, v)], which converters sort into all of q, k and v.
-    unread: entries that transformers does not act upon either. defaults: what transformers' config class
-    takes for entries that config.json leaves out, where leaving them out of a GGUF file means something else;
-    heads are rotated in part only where there is one for the part.
+    reads: entries of SOME_READ that transformers acts upon here; unread: others that it does not. defaults:
+    what its config class takes for entries that config.json leaves out, where leaving them out of a GGUF file
+    means something else.
     """
 
     arch: str
@@ -25,10 +25,40 @@ class HFModel:
     tied: bool = False
     transposed: tuple[str, ...] = ()
     grouped_qkv: bool = False
+    reads: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
+    def acts_upon(self, entry: str) -> bool:
+        return entry in self.reads if entry in SOME_READ else entry not in self.unread
 
+
+# Entries that change the result of some kinds of model, and are without effect in the config.json of others.
+SOME_READ = frozenset(
+    {
+        "sliding_window",
+        "sliding_window_pattern",
+        "layer_types",
+        "partial_rotary_factor",
+        "rotary_pct",
+        "rope_local_base_freq",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "attention_multiplier",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+        "logit_scale",
+        "use_parallel_residual",
+        "norm_topk_prob",
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "norm_epsilon",
+    }
+)
+_WINDOWS = ("sliding_window", "layer_types")
+_GRANITE = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _GEMMA2 = {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 # the text part of a larger model may say little
@@ -59,39 +89,98 @@ _MINISTRAL3_ROPE = {
 HF_MODELS: Mapping[str, HFModel] = MappingProxyType(
     {
         "llama": HFModel("llama", permuted_qk=True),
-        "mistral": HFModel("llama", permuted_qk=True, defaults={"sliding_window": 4096}),
+        "mistral": HFModel(
+            "llama", permuted_qk=True, reads=("sliding_window",), defaults={"sliding_window": 4096}
+        ),
         "smollm3": HFModel(
             "smollm3",
             permuted_qk=True,
             tied=True,
+            reads=_WINDOWS,
             defaults={"rope_theta": 2_000_000.0, "use_sliding_window": False},
         ),
-        "qwen2": HFModel("qwen2", defaults=_QWEN_WINDOW),
-        "qwen3": HFModel("qwen3", defaults=_QWEN_WINDOW),
-        "mixtral": HFModel("llama", permuted_qk=True, defaults={"rope_theta": 1_000_000.0}),
-        "qwen2_moe": HFModel("qwen2moe", defaults=_QWEN_WINDOW | {"norm_topk_prob": False}),
-        "qwen3_moe": HFModel("qwen3moe", defaults={"norm_topk_prob": False, "use_sliding_window": False}),
+        "qwen2": HFModel("qwen2", reads=_WINDOWS, defaults=_QWEN_WINDOW),
+        "qwen3": HFModel("qwen3", reads=_WINDOWS, defaults=_QWEN_WINDOW),
+        "mixtral": HFModel(
+            "llama", permuted_qk=True, reads=("sliding_window",), defaults={"rope_theta": 1_000_000.0}
+        ),
+        "qwen2_moe": HFModel(
+            "qwen2moe",
+            reads=(*_WINDOWS, "norm_topk_prob"),
+            defaults=_QWEN_WINDOW | {"norm_topk_prob": False},
+        ),
+        "qwen3_moe": HFModel(
+            "qwen3moe",
+            reads=("sliding_window", "norm_topk_prob"),
+            defaults={"norm_topk_prob": False, "use_sliding_window": False},
+        ),
         "phi3": HFModel(
-            "phi3", defaults={"partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096}
+            "phi3",
+            reads=("sliding_window", "partial_rotary_factor"),
+            defaults={"original_max_position_embeddings": 4096},
         ),
         "gemma": HFModel("gemma", norm_offset=1.0, tied=True, unread=("hidden_act",)),
-        "gemma2": HFModel("gemma2", norm_offset=1.0, tied=True, defaults=_GEMMA2),
-        "gemma3_text": HFModel("gemma3", norm_offset=1.0, tied=True, defaults=_GEMMA3),
-        "granite": HFModel("granite", permuted_qk=True, defaults={"attention_multiplier": 1.0}),
+        "gemma2": HFModel(
+            "gemma2", norm_offset=1.0, tied=True, reads=(*_WINDOWS, *_GEMMA2), defaults=_GEMMA2
+        ),
+        "gemma3_text": HFModel(
+            "gemma3",
+            norm_offset=1.0,
+            tied=True,
+            reads=(
+                *_WINDOWS,
+                "sliding_window_pattern",
+                "rope_local_base_freq",
+                "query_pre_attn_scalar",
+                "final_logit_softcapping",
+            ),
+            defaults=_GEMMA3,
+        ),
+        "granite": HFModel(
+            "granite", permuted_qk=True, reads=_GRANITE, defaults={"attention_multiplier": 1.0}
+        ),
         "olmo2": HFModel("olmo2"),
-        "olmo3": HFModel("olmo2", defaults={"rope_theta": 500_000.0, "sliding_window": 4096}),
-        "starcoder2": HFModel("starcoder2", tied=True),
-        "stablelm": HFModel("stablelm", defaults={"partial_rotary_factor": 0.25}),
+        "olmo3": HFModel("olmo2", reads=_WINDOWS, defaults={"rope_theta": 500_000.0, "sliding_window": 4096}),
+        "starcoder2": HFModel("starcoder2", tied=True, reads=("sliding_window", "norm_epsilon")),
+        "stablelm": HFModel(
+            "stablelm",
+            reads=("partial_rotary_factor", "use_parallel_residual", "layer_norm_eps"),
+            defaults={"partial_rotary_factor": 0.25},
+        ),
         "gpt2": HFModel(
             "gpt2",
             tied=True,
             transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+            reads=("layer_norm_epsilon",),
             unread=("intermediate_size",),
         ),
-        "gpt_neox": HFModel("gptneox", grouped_qkv=True, defaults={"rotary_pct": 0.25}),
-        "falcon": HFModel("falcon", tied=True, grouped_qkv=True, unread=("intermediate_size",)),
-        "phi": HFModel("phi2", defaults={"partial_rotary_factor": 0.5}),
-        "cohere": HFModel("command-r", tied=True, defaults={"rope_theta": 500_000.0, "logit_scale": 0.0625}),
-        "ministral3": HFModel("mistral3", permuted_qk=True, defaults={"rope_parameters": _MINISTRAL3_ROPE}),
+        "gpt_neox": HFModel(
+            "gptneox",
+            grouped_qkv=True,
+            reads=("partial_rotary_factor", "rotary_pct", "use_parallel_residual", "layer_norm_eps"),
+            defaults={"rotary_pct": 0.25},
+        ),
+        "falcon": HFModel(
+            "falcon",
+            tied=True,
+            grouped_qkv=True,
+            reads=("layer_norm_epsilon",),
+            unread=("intermediate_size",),
+        ),
+        "phi": HFModel(
+            "phi2", reads=("partial_rotary_factor", "layer_norm_eps"), defaults={"partial_rotary_factor": 0.5}
+        ),
+        "cohere": HFModel(
+            "command-r",
+            tied=True,
+            reads=("logit_scale", "layer_norm_eps"),
+            defaults={"rope_theta": 500_000.0, "logit_scale": 0.0625},
+        ),
+        "ministral3": HFModel(
+            "mistral3",
+            permuted_qk=True,
+            reads=("sliding_window",),
+            defaults={"rope_parameters": _MINISTRAL3_ROPE},
+        ),
     }
 )
