@@ -20,6 +20,7 @@ from realizar_torch.hf.config import read_config
 from realizar_torch.models.config import ModelConfig
 from realizar_torch.models.hf_config import gguf_metadata
 from realizar_torch.models.hf_models import HF_MODELS, SOME_READ
+from realizar_torch.models.hf_rope import rope_divisors
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -53,7 +54,14 @@ IN_VAIN = {
     ("gemma3_text", "layer_norm_eps"),
     ("mistral", "layer_types"),
     ("ministral3", "layer_types"),
+    # says which layers have the window; ours end at it in any case
+    ("qwen2_moe", "max_window_layers"),
+    # an entry of ``rope_parameters`` only
+    ("gpt_neox", "partial_rotary_factor"),
 }
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 HALF = {"partial_rotary_factor": 0.5}
 # a size that is left out is not the one that a tensor's shape shows, and refused for that
 SHOWN_BY_TENSORS = {
@@ -72,7 +80,9 @@ def read_all(config: dict[str, Any]) -> dict[str, Any]:
     metadata = gguf_metadata(config, "config.json") | {"tokenizer.ggml.tokens": []}
     ours = ModelConfig.from_gguf(metadata, "config.json")
     windows = tuple(ours.window(layer) for layer in range(ours.num_layers))
-    return {**vars(ours), "sliding_pattern": (), "sliding_window": windows}
+    completed = HF_MODELS[config["model_type"]].complete(config)
+    divisors = rope_divisors(completed, ours.rotary_dim, "config.json")
+    return {**vars(ours), "sliding_pattern": (), "sliding_window": windows, "divisors": divisors}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -110,20 +120,63 @@ def test_an_entry_that_is_left_out_or_null_means_what_it_does_in_transformers(na
         ("olmo3", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 777.0}}}),
         ("qwen2", {"sliding_window": 8}),
         ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}),
+        ("qwen2_moe", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 5}),
         ("mistral", {}),
         ("mistral", {"sliding_window": None}),
+        ("mistral", {"use_sliding_window": False, "max_window_layers": 1, "sliding_window": 8}),
+        ("gpt_neox", {"partial_rotary_factor": 0.5, "rope_theta": 55.0}),
+        ("llama", {"rotary_emb_base": 55.0}),
+        ("smollm3", {"rope_scaling": LLAMA3}),
+        ("cohere", {"rope_scaling": LLAMA3}),
+        ("mixtral", {"rope_scaling": LLAMA3}),
+        ("llama", {"rope_scaling": LLAMA3, "original_max_position_embeddings": 128}),
+        (
+            "llama",
+            {"rope_scaling": {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}},
+        ),
+        ("gpt_neox", {"rope_scaling": LLAMA3}),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 777.0}),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "linear", "rope_theta": 55.0, "factor": 8.0}}),
+        ("olmo3", {"rope_theta": 777.0}),
+        ("olmo3", {"rope_scaling": YARN, "original_max_position_embeddings": 128}),
+        ("qwen2", {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}),
         ("ministral3", {}),
     ],
 )
 def test_older_and_shorter_configs_mean_what_they_do_in_transformers(
     model_type: str, stated: dict[str, Any]
 ) -> None:
-    config = {"model_type": model_type, **SIZES, "head_dim": 16, "num_key_value_heads": 2, **stated}
-    if model_type in ("gpt_neox", "phi"):
-        del config["head_dim"]
+    config = {"model_type": model_type, **SIZES, "num_key_value_heads": 2, **stated}
+    if hasattr(CONFIG_MAPPING[model_type], "head_dim"):
+        config["head_dim"] = 16
+    if "moe" in model_type or model_type == "mixtral":
+        config |= {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+        config |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     config |= {"rms_norm_eps": 1e-5, "layer_norm_eps": 1e-5}
     filled = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config)).to_dict()
     assert read_all(config) == read_all(json.loads(json.dumps(filled)))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "stated", "words"),
+    [
+        ("granite", {"embedding_multiplier": 0.0}, "embedding_multiplier = 0"),
+        ("granite", {"residual_multiplier": 0.0}, "residual_multiplier = 0"),
+        ("granite", {"attention_multiplier": 0.0}, "attention_multiplier = 0"),
+        ("cohere", {"logit_scale": 0.0}, "logit_scale = 0"),
+        ("gemma2", {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar = -4"),
+        ("llama", {"rope_theta": "8"}, "rope_theta = '8'"),
+        ("llama", {"rms_norm_eps": True}, "rms_norm_eps = True"),
+        ("qwen2", {"layer_types": "", "sliding_window": 8}, "layer_types = ''"),
+        ("qwen2", {"use_sliding_window": "false"}, "use_sliding_window = 'false'"),
+        ("gemma", {"hidden_act": "relu"}, "activation 'relu'"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "'llama_4_scaling_beta' is not"),
+    ],
+)
+def test_entries_that_cannot_be_kept_are_refused(model_type: str, stated: dict[str, Any], words: str) -> None:
+    with pytest.raises(errors.RealizarError, match=words):
+        read(model_type, **{"num_key_value_heads": 2} | stated)
 
 
 @pytest.mark.parametrize("rope", [HALF, {"rope_parameters": HALF}])

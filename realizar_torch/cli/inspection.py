@@ -146,7 +146,7 @@ def find_notes(path: Path) -> list[str]:
             f'config.json does, load it with config={{"{arch}.attention.sliding_window": N}}'
         )
     if LONG_DIVISORS in source.tensors:
-        length = config.rope_scaling.original_length or config.context_length
+        length = config.rope_scaling.original_length
         notes.append(f"LongRoPE: loaded with max_seq_len above {length} it uses the factors of long texts")
     tokenizer = open_tokenizer(source)
     if tokenizer.chat_template is not None:

@@ -19,6 +19,7 @@ from realizar_torch.errors import (
     UnsupportedArchitectureError,
 )
 from realizar_torch.hf.architectures import SIZES, Architecture
+from realizar_torch.models.arch import get_arch
 from realizar_torch.models.config import check_value_length, one_in, read_rotary_dim
 from realizar_torch.models.metadata import Keys
 from realizar_torch.models.rope_scaling import read_rope_scaling
@@ -158,6 +159,9 @@ def _refuse_other_mathematics(keys: Keys, row: Architecture) -> None:
     read |= {"attention.sliding_window"} if row.sliding_window is not None else set()
     for name, neutral in _MATHEMATICS.items():
         value = keys.optional(name, float, 0)
+        if name == "embedding_scale" and get_arch(row.name, keys.source).scale_embedding:
+            # 1 would be another scale than the model's own
+            neutral = (0,)
         if name not in read and value not in neutral:
             raise UnsupportedArchitectureError(
                 f"{keys.source}: {row.name}.{name} = {value:g} has no counterpart in transformers' "
@@ -184,7 +188,6 @@ def _rope(
             f"{keys.source}: {row.name}.rope.dimension_count = {rotated} has no counterpart in "
             f"transformers' {row.model_type}, which rotates whole heads, {sizes['head_dim']} elements"
         )
-    original = scaling.original_length or sizes["max_position_embeddings"]
     divided = next((name for name in ROPE_TENSORS if name in file.tensors), None)
     if divided is not None and (scaling.factor != 1.0 or scaling.yarn != 1.0):
         raise UnsupportedArchitectureError(
@@ -198,7 +201,7 @@ def _rope(
             "short_factor": _divisors(file, SHORT_DIVISORS),
             "long_factor": _divisors(file, LONG_DIVISORS),
             "attention_factor": scaling.magnitude,
-            "original_max_position_embeddings": original,
+            "original_max_position_embeddings": scaling.original_length,
         }
     elif scaling.yarn != 1.0:
         rope |= {
@@ -207,7 +210,7 @@ def _rope(
             "beta_fast": scaling.beta_fast,
             "beta_slow": scaling.beta_slow,
             "attention_factor": scaling.magnitude,
-            "original_max_position_embeddings": original,
+            "original_max_position_embeddings": scaling.original_length,
         }
     elif scaling.factor != 1.0:
         rope |= {"rope_type": "linear", "factor": scaling.factor}
@@ -222,7 +225,7 @@ def _rope(
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": sliding}}
     fields: dict[str, Any] = {"rope_parameters": rope}
     if hasattr(config_class, "original_max_position_embeddings"):
-        fields["original_max_position_embeddings"] = original
+        fields["original_max_position_embeddings"] = scaling.original_length
     return fields
 
 

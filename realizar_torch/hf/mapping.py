@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from realizar_torch.checkpoint.gguf_errors import shown_path
 from realizar_torch.checkpoint.source import ModelSource
-from realizar_torch.errors import GGUFError, MissingTensorsError, UnsupportedArchitectureError
+from realizar_torch.errors import MissingTensorsError, UnsupportedArchitectureError
 from realizar_torch.hf.architectures import Architecture
 from realizar_torch.hf.config import ROPE_TENSORS
 from realizar_torch.hf.modules import weight_shape
@@ -67,6 +67,9 @@ def map_parameters(file: ModelSource, model: PreTrainedModel, row: Architecture)
             raise UnsupportedArchitectureError(
                 f"{source}: {tensor} is {info.fmt.name}, but {parameter} must be plain floats"
             )
+        heads = _heads_in_all(model.config)
+        if row.grouped_qkv and "query_key_value" in parameter and info.shape[0] % heads:
+            problems.append(f"{tensor} has {info.shape[0]} rows, which are no {heads} heads of q, k and v")
         change = _change(parameter, module, info.fmt.packed, model, row)
         found[parameter] = Source(tensor, info.fmt.name, info.fmt.packed, change)
     used = {item.tensor for item in found.values()} | set(ROPE_TENSORS)
@@ -129,15 +132,15 @@ def _halves_apart(rows: int, heads: int) -> Tensor:
     return torch.arange(rows, device="cpu").view(heads, -1, 2).transpose(1, 2).reshape(rows)
 
 
+def _heads_in_all(config: PreTrainedConfig) -> int:
+    """Heads of fused q, k and v."""
+    return config.num_attention_heads + 2 * getattr(config, "num_kv_heads", config.num_attention_heads)
+
+
 def _group_by_group(rows: int, config: PreTrainedConfig) -> Tensor:
     """Row order that puts each key and value head behind the query heads that share it, as Falcon's."""
     groups = getattr(config, "num_kv_heads", config.num_attention_heads)
-    if rows % (config.num_attention_heads + 2 * groups):
-        raise GGUFError(
-            f"{rows} rows of q, k and v are no {config.num_attention_heads} query heads and {groups} "
-            "key/value heads; check attention.head_count and attention.head_count_kv"
-        )
-    order = torch.arange(rows, device="cpu").view(config.num_attention_heads + 2 * groups, -1)
+    order = torch.arange(rows, device="cpu").view(_heads_in_all(config), -1)
     query, key, value = order.split([config.num_attention_heads, groups, groups])
     query = query.reshape(groups, -1, order.shape[1])
     return torch.cat([query, key[:, None], value[:, None]], dim=1).reshape(rows)

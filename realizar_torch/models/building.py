@@ -145,7 +145,7 @@ class ModelBuilder:
         LongRoPE has two sets: a model that shall see more than ``original_length`` positions uses the long
         one for all of them, as in llama.cpp; cached keys could not follow a later change.
         """
-        long = max_seq_len > (self.config.rope_scaling.original_length or self.config.context_length)
+        long = max_seq_len > self.config.rope_scaling.original_length
         for name in (ROPE_DIVISORS, LONG_DIVISORS if long else SHORT_DIVISORS):
             if name in self.file.tensors:
                 divisors = self.file.read(name).double()

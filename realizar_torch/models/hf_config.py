@@ -17,7 +17,6 @@ from realizar_torch.models.metadata import LARGEST_INT, MOST_LAYERS
 
 Config = Mapping[str, Any]
 
-
 _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu": ("gelu",), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new")}
 # More elements than any head has; it bounds the list of their frequencies.
 _LARGEST_HEAD = 1 << 16
@@ -62,14 +61,11 @@ def gguf_metadata(config: Config, source: str) -> dict[str, Any]:
     """
     model = find_hf_model(config, source)
     spec = get_arch(model.arch, source)
-    # null says that there is no window, or no cap, but nothing of RoPE
-    stated = {k: v for k, v in config.items() if v is not None or k != "rope_parameters"}
-    told = {**model.defaults, **stated, **{cap: 0.0 for cap in _CAPS if config.get(cap, 0.0) is None}}
-    config = {k: v for k, v in told.items() if v is not None and model.acts_upon(k)}
+    config = model.complete(config)
     config |= rope_entries(config, source)
-    if not model.acts_upon("partial_rotary_factor"):
+    if not {"partial_rotary_factor", "rotary_pct"} & set(model.reads):
         config.pop("rope.partial_rotary_factor", None)
-    _check_conventions(config, spec, source)
+    _check_conventions(config, spec, model, source)
     metadata: dict[str, Any] = {"general.architecture": model.arch}
     for key, read in _ROWS.items():
         try:
@@ -126,25 +122,43 @@ def _kv_heads(config: Config) -> int | None:
     return _int_of("num_key_value_heads", "num_kv_heads")(config)
 
 
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"{name} = {value!r:.40}")
+    return float(value)
+
+
 def _float_of(*names: str) -> Callable[[Config], float | None]:
     def read(config: Config) -> float | None:
         value = _first(config, *names)
-        return None if value is None else float(value)
+        return None if value is None else _number(names[0], value)
+
+    return read
+
+
+def _factor_of(*names: str) -> Callable[[Config], float | None]:
+    """In GGUF a factor of 0 is none at all."""
+
+    def read(config: Config) -> float | None:
+        value = _float_of(*names)(config)
+        if value == 0:
+            raise ValueError(f"{names[0]} = 0")
+        return value
 
     return read
 
 
 def _rotary_dim(config: Config) -> int | None:
-    size = _head_dim(config)
-    return None if size is None else int(size * _first({**config, "one": 1.0}, *_PARTIAL, "one"))
+    size, part = _head_dim(config), _float_of(*_PARTIAL)(config)
+    return size if size is None or part is None else int(size * part)
 
 
 def _window(config: Config) -> int | None:
     """The sliding window, where any layer has one."""
-    kinds = config.get("layer_types", ["sliding_attention"])
-    if not config.get("use_sliding_window", True) or "sliding_attention" not in kinds:
-        return None
-    return config.get("sliding_window")
+    kinds, used = config.get("layer_types", ["sliding_attention"]), config.get("use_sliding_window", True)
+    if not isinstance(kinds, list) or not isinstance(used, bool):
+        raise ValueError(f"layer_types = {kinds!r:.40}, use_sliding_window = {used!r:.40}")
+    return config.get("sliding_window") if used and "sliding_attention" in kinds else None
 
 
 def _window_pattern(config: Config) -> Any:
@@ -158,11 +172,14 @@ def _window_pattern(config: Config) -> Any:
 
 
 def _attention_scale(config: Config) -> float | None:
-    scalar = config.get("query_pre_attn_scalar")
-    return config.get("attention_multiplier") if scalar is None else scalar**-0.5
+    scalar = _float_of("query_pre_attn_scalar")(config)
+    if scalar is None:
+        return _factor_of("attention_multiplier")(config)
+    if scalar <= 0:
+        raise ValueError(f"query_pre_attn_scalar = {scalar:g}")
+    return scalar**-0.5
 
 
-_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _PARTIAL = ("rope.partial_rotary_factor", "partial_rotary_factor", "rotary_pct")
 # GGUF key behind the architecture's name -> its value; None: the key is left out
 _ROWS: Mapping[str, Callable[[Config], Any]] = MappingProxyType(
@@ -184,9 +201,9 @@ _ROWS: Mapping[str, Callable[[Config], Any]] = MappingProxyType(
         "attention.sliding_window_pattern": _window_pattern,
         "attn_logit_softcapping": _float_of("attn_logit_softcapping"),
         "final_logit_softcapping": _float_of("final_logit_softcapping"),
-        "logit_scale": _float_of("logit_scale", "logits_scaling"),
-        "embedding_scale": _float_of("embedding_multiplier"),
-        "residual_scale": _float_of("residual_multiplier"),
+        "logit_scale": _factor_of("logit_scale", "logits_scaling"),
+        "embedding_scale": _factor_of("embedding_multiplier"),
+        "residual_scale": _factor_of("residual_multiplier"),
         "use_parallel_residual": lambda config: config.get("use_parallel_residual"),
         "expert_count": _int_of("num_local_experts", "num_experts"),
         "expert_used_count": _int_of("num_experts_per_tok"),
@@ -214,7 +231,7 @@ _REQUIRED = {
 }
 
 
-def _check_conventions(config: Config, spec: ArchSpec, source: str) -> None:
+def _check_conventions(config: Config, spec: ArchSpec, model: HFModel, source: str) -> None:
     """UnsupportedArchitectureError for what the row takes for granted and this model does otherwise."""
     others = [flag for flag, expected in _FLAGS.items() if config.get(flag, expected) != expected]
     if others:
@@ -228,7 +245,7 @@ def _check_conventions(config: Config, spec: ArchSpec, source: str) -> None:
     if [bool(flag) for flag in rotary] != pattern:
         raise UnsupportedArchitectureError(f"{source}: no_rope_layers {rotary} are not supported")
     stated = _first(config, "hidden_activation", "hidden_act", "activation_function", "activation")
-    if stated is not None and stated not in _ACTIVATIONS[spec.activation]:
+    if stated is not None and stated not in (*_ACTIVATIONS[spec.activation], *model.activations):
         raise UnsupportedArchitectureError(
             f"{source}: activation {shown(str(stated))} is not supported for {spec.name}; "
             f"supported: {', '.join(_ACTIVATIONS[spec.activation])}"
@@ -238,7 +255,7 @@ def _check_conventions(config: Config, spec: ArchSpec, source: str) -> None:
 def _within_window(metadata: dict[str, Any], arch: str) -> dict[str, Any]:
     """Without window keys; positions end at the window, since beyond it these models would see too much."""
     window = metadata.pop(f"{arch}.attention.sliding_window", None)
-    metadata.pop(f"{arch}.attention.sliding_window_pattern", None)
-    if window:
+    pattern = metadata.pop(f"{arch}.attention.sliding_window_pattern", None)
+    if window and (not isinstance(pattern, list) or any(pattern)):
         metadata[f"{arch}.context_length"] = min(metadata[f"{arch}.context_length"], window)
     return metadata

@@ -134,8 +134,8 @@ def _recipes(
         elif model.grouped_qkv and stem == "attn_qkv":
             convert = _SortQKV(kv_heads, heads // kv_heads)
         recipes[name] = _Recipe(parts, convert)
-    head_dim = metadata.get(f"{model.arch}.attention.key_length", 0)
-    for name, divisors in rope_divisors(config, head_dim, source).items():
+    rotary_dim = metadata.get(f"{model.arch}.rope.dimension_count", 0)
+    for name, divisors in rope_divisors(model.complete(config), rotary_dim, source).items():
         recipes[name] = _Recipe((), _Constant(divisors))
     return recipes
 

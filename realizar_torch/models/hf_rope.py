@@ -39,9 +39,12 @@ _KNOWN = {
     "llama_4_scaling_beta",
 }
 
+_ORIGINAL = "original_max_position_embeddings"
+
 
 def rope_entries(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Entries ``rope.*`` (layers with global attention) and ``rope_local.*`` (with a sliding window).
+    """Entries ``rope.*`` (layers with global attention) and ``rope_local.*`` (with a sliding window) of a
+    completed config (``HFModel.complete``).
 
     ``rope.kind`` is GGUF's word for the scaling, absent where there is none; ``rope.magnitude`` (LongRoPE)
     and ``rope.yarn_magnitude`` are factors on cos and sin. CheckpointError for entries of the wrong kind,
@@ -75,13 +78,14 @@ def rope_entries(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     return entries
 
 
-def rope_divisors(config: Mapping[str, Any], head_dim: int, source: str) -> dict[str, list[float]]:
-    """The tensors of rotary divisors that a converter would add, by GGUF name (Llama 3's and LongRoPE's)."""
+def rope_divisors(config: Mapping[str, Any], rotary_dim: int, source: str) -> dict[str, list[float]]:
+    """The tensors of rotary divisors that a converter would add, by GGUF name (Llama 3's and LongRoPE's), for
+    a completed config."""
     rope, _ = _parameters(config, source)
     kind = _kind(rope)
     with _expecting_numbers(source):
         if kind == "llama3":
-            return {"rope_freqs.weight": _llama3_divisors(rope, head_dim)}
+            return {"rope_freqs.weight": _llama3_divisors(config, rope, rotary_dim)}
         if _KINDS.get(kind) == "longrope":
             return {
                 f"rope_factors_{name}.weight": [float(value) for value in rope[f"{name}_factor"]]
@@ -107,12 +111,15 @@ def _parameters(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, An
     """
     theta = config.get("rope_theta", config.get("rotary_emb_base"))
     own = {} if theta is None else {"rope_theta": theta}
-    local = {"rope_theta": config["rope_local_base_freq"]} if "rope_local_base_freq" in config else {}
-    stated = _object(config, "rope_scaling", source) or _object(config, "rope_parameters", source)
-    if "full_attention" in stated or "sliding_attention" in stated:
-        full, sliding = (_object(stated, f"{kind}_attention", source) for kind in ("full", "sliding"))
-        return {**own, **full}, {**(local or own), **sliding}
-    return {**own, **stated}, local
+    scaling = _object(config, "rope_scaling", source)
+    stated = _object(config, "rope_parameters", source)
+    if "rope_local_base_freq" in config or "full_attention" in stated:
+        local = {"rope_theta": config["rope_local_base_freq"]} if "rope_local_base_freq" in config else own
+        full = _object(stated, "full_attention", source) or {"rope_type": "default"}
+        return {**own, **full, **scaling}, {**local, **_object(stated, "sliding_attention", source)}
+    # beside the others it counts before what stands among them (Phi-3)
+    original = {_ORIGINAL: config[_ORIGINAL]} if _ORIGINAL in config else {}
+    return {**own, **(scaling or stated), **original}, {}
 
 
 def _object(config: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
@@ -128,10 +135,7 @@ def _kind(rope: Mapping[str, Any]) -> str:
 
 
 def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
-    """The entry beside the others comes first, as in transformers (Phi-3)."""
-    name = "original_max_position_embeddings"
-    stated = config.get(name, rope.get(name))
-    return config["max_position_embeddings"] if stated is None else stated
+    return rope.get(_ORIGINAL) or config["max_position_embeddings"]
 
 
 def _longrope_magnitude(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
@@ -156,15 +160,15 @@ def _yarn_magnitude(rope: Mapping[str, Any]) -> float:
     return magnitude(1.0)
 
 
-def _llama3_divisors(rope: Mapping[str, Any], head_dim: int) -> list[float]:
+def _llama3_divisors(config: Mapping[str, Any], rope: Mapping[str, Any], rotary_dim: int) -> list[float]:
     """transformers' _compute_llama3_parameters: frequencies that turn less than ``low_freq_factor`` times in
     the original context are divided by ``factor``, those of more than ``high_freq_factor`` turns stay, with a
     ramp between the two."""
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
     divisors = []
-    for pair in range(head_dim // 2):
-        frequency = rope.get("rope_theta", 10000.0) ** (-2 * pair / head_dim)
-        turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    for pair in range(rotary_dim // 2):
+        frequency = rope.get("rope_theta", 10000.0) ** (-2 * pair / rotary_dim)
+        turns = _original_length(config, rope) * frequency / (2 * math.pi)
         smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
         divisors.append(1 / ((1 - smooth) / factor + smooth))
     return divisors

@@ -13,7 +13,8 @@ class RopeScaling:
 
     ``factor``: linear scaling, every frequency is divided by it. ``yarn``: YaRN's factor, which divides the
     slow frequencies only. ``magnitude`` multiplies cos and sin. ``original_length``: positions of the first
-    training; a model that shall see more uses the long one of the two sets of factors of LongRoPE.
+    training, those of the context where the file names none; a model that shall see more uses the long one of
+    the two sets of factors of LongRoPE.
     """
 
     factor: float = 1.0
@@ -42,7 +43,7 @@ class RopeScaling:
         # as in transformers: no division by zero
         width = high - low if high != low else 0.001
         ramps = (min(max((i - low) / width, 0.0), 1.0) for i in range(rotary_dim // 2))
-        return tuple(1.0 / (ramp / self.yarn + 1.0 - ramp) for ramp in ramps)
+        return tuple(1.0 / (ramp / self.yarn + (1.0 - ramp)) for ramp in ramps)
 
 
 def read_rope_scaling(keys: Keys, theta: float) -> RopeScaling:
@@ -54,7 +55,9 @@ def read_rope_scaling(keys: Keys, theta: float) -> RopeScaling:
     factor = keys.optional("rope.scaling.factor", float, 0) or keys.optional("rope.scale_linear", float, 0)
     kind = keys.optional("rope.scaling.type", str, "linear")
     magnitude = keys.positive("rope.scaling.attn_factor", default=1.0, kind=float)
-    original = keys.optional("rope.scaling.original_context_length", int, 0)
+    original = keys.optional("rope.scaling.original_context_length", int, 0) or keys.positive(
+        "context_length"
+    )
     if kind in ("none", "longrope") or (kind == "linear" and factor == 0):
         return RopeScaling(magnitude=magnitude, original_length=original)
     if kind not in ("linear", "yarn"):
@@ -71,7 +74,7 @@ def read_rope_scaling(keys: Keys, theta: float) -> RopeScaling:
         raise keys.wrong(f"YaRN needs a RoPE base above 1, found {theta}", "rope.freq_base")
     multiplier = keys.optional("rope.scaling.yarn_log_multiplier", float, 0)
     own = _yarn_magnitude(factor, 1.0) / _yarn_magnitude(factor, multiplier)
-    return RopeScaling(
+    scaling = RopeScaling(
         yarn=float(factor),
         beta_fast=keys.positive("rope.scaling.yarn_beta_fast", default=32.0, kind=float),
         beta_slow=keys.positive("rope.scaling.yarn_beta_slow", default=1.0, kind=float),
@@ -79,6 +82,13 @@ def read_rope_scaling(keys: Keys, theta: float) -> RopeScaling:
         magnitude=magnitude * keys.positive("rope.scaling.yarn_attn_factor", default=own, kind=float),
         original_length=keys.positive("rope.scaling.original_context_length"),
     )
+    try:
+        scaling.divisors(2, theta)
+    except (ArithmeticError, ValueError):
+        names = ("factor", "yarn_beta_fast", "yarn_beta_slow", "original_context_length")
+        sentence = f"YaRN's ramp from {scaling.beta_fast} to {scaling.beta_slow} turns cannot be computed"
+        raise keys.wrong(sentence, *(f"rope.scaling.{name}" for name in names)) from None
+    return scaling
 
 
 def _yarn_magnitude(factor: float, multiplier: float) -> float:
