@@ -332,7 +332,7 @@ def test_a_loop_that_is_left_early_leaves_the_cache_free_at_once(tiny):
 
 
 def test_a_closed_stream_leaves_the_cache_free_where_python_keeps_its_loop(tiny, monkeypatch):
-    """Up to Python 3.12.3 a closed generator keeps the one it was reading: python/cpython#118272."""
+    """In Python 3.12.3 a closed generator keeps the one it was reading: python/cpython#118272."""
     model, tokenizer = tiny
     cache = prefix.PrefixCache(model)
     kept, loop_of = [], loop.Decoding.__iter__

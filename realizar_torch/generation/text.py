@@ -49,7 +49,7 @@ class TextStream:
 
 def _pieces(decoding: Decoding, token_ids: list[int]) -> Generator[str]:
     """Not a method: a loop that is left early ends the generation only if no cycle keeps this alive."""
-    # closed here: Pythons up to 3.12.3 keep what a closed generator was reading (python/cpython#118272)
+    # closed here: Python 3.12.3 keeps what a closed generator was reading (python/cpython#118272)
     with closing(iter(decoding)) as steps:
         for tokens in steps:
             token_ids.append(tokens[0])

@@ -67,7 +67,7 @@ def map_parameters(file: ModelSource, model: PreTrainedModel, row: Architecture)
             raise UnsupportedArchitectureError(
                 f"{source}: {tensor} is {info.fmt.name}, but {parameter} must be plain floats"
             )
-        heads = _heads_in_all(model.config)
+        heads = model.config.num_attention_heads + 2 * _key_heads(model.config)
         if row.grouped_qkv and "query_key_value" in parameter and info.shape[0] % heads:
             problems.append(f"{tensor} has {info.shape[0]} rows, which are no {heads} heads of q, k and v")
         change = _change(parameter, module, info.fmt.packed, model, row)
@@ -132,15 +132,15 @@ def _halves_apart(rows: int, heads: int) -> Tensor:
     return torch.arange(rows, device="cpu").view(heads, -1, 2).transpose(1, 2).reshape(rows)
 
 
-def _heads_in_all(config: PreTrainedConfig) -> int:
-    """Heads of fused q, k and v."""
-    return config.num_attention_heads + 2 * getattr(config, "num_kv_heads", config.num_attention_heads)
+def _key_heads(config: PreTrainedConfig) -> int:
+    """Key heads, and as many value heads, of fused q, k and v."""
+    return getattr(config, "num_kv_heads", config.num_attention_heads)
 
 
 def _group_by_group(rows: int, config: PreTrainedConfig) -> Tensor:
     """Row order that puts each key and value head behind the query heads that share it, as Falcon's."""
-    groups = getattr(config, "num_kv_heads", config.num_attention_heads)
-    order = torch.arange(rows, device="cpu").view(_heads_in_all(config), -1)
+    groups = _key_heads(config)
+    order = torch.arange(rows, device="cpu").view(config.num_attention_heads + 2 * groups, -1)
     query, key, value = order.split([config.num_attention_heads, groups, groups])
     query = query.reshape(groups, -1, order.shape[1])
     return torch.cat([query, key[:, None], value[:, None]], dim=1).reshape(rows)

@@ -113,6 +113,7 @@ def _parameters(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, An
     own = {} if theta is None else {"rope_theta": theta}
     scaling = _object(config, "rope_scaling", source)
     stated = _object(config, "rope_parameters", source)
+    # the rows of Gemma 3 and OLMo 3 always have it: their layers with a window have a RoPE of their own
     if "rope_local_base_freq" in config or "full_attention" in stated:
         local = {"rope_theta": config["rope_local_base_freq"]} if "rope_local_base_freq" in config else own
         full = _object(stated, "full_attention", source) or {"rope_type": "default"}

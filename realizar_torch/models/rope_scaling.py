@@ -55,9 +55,9 @@ def read_rope_scaling(keys: Keys, theta: float) -> RopeScaling:
     factor = keys.optional("rope.scaling.factor", float, 0) or keys.optional("rope.scale_linear", float, 0)
     kind = keys.optional("rope.scaling.type", str, "linear")
     magnitude = keys.positive("rope.scaling.attn_factor", default=1.0, kind=float)
-    original = keys.optional("rope.scaling.original_context_length", int, 0) or keys.positive(
-        "context_length"
-    )
+    original = keys.optional("rope.scaling.original_context_length", int, 0)
+    if original == 0:
+        original = keys.positive("context_length")
     if kind in ("none", "longrope") or (kind == "linear" and factor == 0):
         return RopeScaling(magnitude=magnitude, original_length=original)
     if kind not in ("linear", "yarn"):
